@@ -1,0 +1,115 @@
+"""Owns `jpaged bench`: a workload's figures as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jpaged import __version__
+from jpaged.cli.options import OpenedEngine, engine_options, open_engine
+
+if TYPE_CHECKING:
+    from jpaged.bench import Round
+
+
+@click.command()
+@click.argument("mode", type=click.Choice(["throughput", "latency"]))
+@click.option("--workload", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON file of requests.")
+@click.option("--name", "names", multiple=True, help="A workload of the file (repeatable) [default: all].")
+@click.option(
+    "--rounds", default=1, show_default=True, type=click.IntRange(min=1), help="Passes; the table has the median."
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write all figures here.")
+@engine_options
+def bench(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_file: str | None, **options: Any) -> None:
+    """Measure a workload: THROUGHPUT gives all its requests at once, LATENCY one after another."""
+    from jpaged.bench import median_round, read_workloads, run_round
+
+    workloads = read_workloads(workload, None if not names or "all" in names else list(names))
+    if json_file:
+        Path(json_file).touch()  # better known now than after the measurement
+    model = options["model"]
+    opened = open_engine(options)
+    measured: dict[str, list[Round]] = {name: [] for name in workloads}
+    for _ in range(rounds):  # in turn, so that a slow minute of the machine does not fall on one workload
+        for name, works in workloads.items():
+            measured[name].append(run_round(opened.engine, works, mode))
+    medians = {name: median_round(found) for name, found in measured.items()}
+    print_table(mode, model, opened, medians)
+    if json_file:
+        Path(json_file).write_text(json.dumps(report(mode, model, opened, measured, medians), indent=2) + "\n")
+
+
+def report(
+    mode: str, model: str, opened: OpenedEngine, measured: dict[str, list[Round]], medians: dict[str, Round]
+) -> dict[str, Any]:
+    import jax
+
+    return {
+        "mode": mode,
+        "model": model,
+        "jpaged": __version__,
+        "jax": jax.__version__,
+        "platform": platform.platform(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "dtype": opened.dtype,
+        "engine": opened.settings,
+        "load_seconds": opened.load_seconds,
+        "warm_up_seconds": opened.warm_up_seconds,
+        "workloads": {
+            name: {"median": medians[name].as_dict(), "rounds": [one.as_dict() for one in measured[name]]}
+            for name in medians
+        },
+    }
+
+
+def print_table(mode: str, model: str, opened: OpenedEngine, medians: dict[str, Round]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{mode}, {model}, {opened.dtype}",
+        caption=f"loaded in {opened.load_seconds:.1f} s, compiled and warmed up in {opened.warm_up_seconds:.1f} s",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for name in medians:
+        table.add_column(name, justify="right")
+    columns = [lines(one) for one in medians.values()]
+    for cells in zip(*columns):
+        table.add_row(cells[0][0], *(value for _, value in cells))
+    Console(soft_wrap=True).print(table)
+
+
+def lines(one: Round) -> list[tuple[str, str]]:
+    """A round as (label, value) lines; the same labels for every round."""
+
+    def milliseconds(found: dict[str, float] | None) -> str:
+        return "-" if found is None else " / ".join(f"{found[p] * 1000:.1f}" for p in ("p50", "p90", "p99"))
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    return [
+        ("requests", str(one.num_requests)),
+        ("prompt tokens", str(one.num_prompt_tokens)),
+        ("output tokens", str(one.num_output_tokens)),
+        ("seconds", f"{one.seconds:.2f}"),
+        ("output tokens/s", f"{one.output_throughput:.1f}"),
+        ("decode tokens/s", "-" if one.decode_throughput is None else f"{one.decode_throughput:.1f}"),
+        ("TTFT p50/p90/p99 ms", milliseconds(one.ttft)),
+        ("TPOT p50/p90/p99 ms", milliseconds(one.tpot)),
+        ("ITL p50/p90/p99 ms", milliseconds(one.itl)),
+        ("latency p50/p90/p99 ms", milliseconds(one.e2e_latency)),
+        ("steps (of them decode only)", f"{one.num_steps} ({one.num_decode_steps})"),
+        ("padding waste", share(one.padding)),
+        ("KV utilisation mean", share(one.kv_utilization_mean)),
+        ("KV utilisation minimum", share(one.kv_utilization_min)),
+        ("preemptions", str(one.num_preemptions)),
+        ("compiles after warm-up", str(one.num_compiles)),
+    ]

@@ -1,0 +1,157 @@
+"""Owns the options that several commands share, and the engine they describe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from jpaged.small_model import NAME as SMALL_MODEL
+from jpaged.small_model import small_model_path
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# One entry a field of SamplingParams (a test holds them to it): the flag names and what click needs to know.
+SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt."}),
+    "temperature": (("-t", "--temperature"), {"type": float, "help": "0 takes the most likely token."}),
+    "top_k": (("--top-k",), {"type": int, "help": "Draw from the k most likely tokens; 0: all."}),
+    "top_p": (("--top-p",), {"type": float, "help": "Draw from the likeliest tokens that hold this probability."}),
+    "min_p": (("--min-p",), {"type": float, "help": "Drop tokens less likely than this share of the likeliest."}),
+    "max_tokens": (("-m", "--max-tokens"), {"type": int, "help": "New tokens at most; 0: as many as fit."}),
+    "min_tokens": (("--min-tokens",), {"type": int, "help": "New tokens at least."}),
+    "stop": (("--stop",), {"type": str, "multiple": True, "help": "End the text before this string (repeatable)."}),
+    "stop_token_ids": (
+        ("--stop-token-id",),
+        {"type": int, "multiple": True, "help": "End the text at this token (repeatable)."},
+    ),
+    "include_stop_str_in_output": (
+        ("--include-stop-str-in-output",),
+        {"is_flag": True, "help": "Show the stop string that ended the text."},
+    ),
+    "ignore_eos": (("--ignore-eos",), {"is_flag": True, "help": "Go on after the model's end-of-sequence token."}),
+    "seed": (("--seed",), {"type": int, "help": "Makes draws repeatable."}),
+    "logprobs": (("--logprobs",), {"is_flag": True, "help": "Tell the log-probability of the answer."}),
+    "skip_special_tokens": (
+        ("--skip-special-tokens/--show-special-tokens",),
+        {"help": "Leave special tokens out of the text.", "default": True},
+    ),
+}
+
+
+def sampling_options(**defaults: Any) -> Callable:
+    """Adds an option for each field of `SamplingParams`; `sampling_from` reads them back."""
+
+    def decorate(command: Callable) -> Callable:
+        for name, (flags, settings) in reversed(SAMPLING.items()):
+            shown = {"show_default": True, "default": defaults[name]} if name in defaults else {}
+            command = click.option(*flags, name, **{**settings, **shown})(command)
+        return command
+
+    return decorate
+
+
+def sampling_from(options: dict[str, Any]) -> Any:
+    """Takes the sampling options out of a command's options and makes the SamplingParams of those that were given."""
+    from jpaged.host.sampling_params import SamplingParams
+
+    given = {name: options.pop(name) for name in SAMPLING}
+    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    if given.get("max_tokens") == 0:
+        given["max_tokens"] = None
+    return SamplingParams(**given)
+
+
+# One entry a field of EngineConfig (a test holds them to it).
+ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
+    "page_size": ("--page-size", {"type": int, "help": "Tokens a page holds."}),
+    "max_num_seqs": ("--max-num-seqs", {"type": int, "help": "Requests that run at once."}),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", {"type": int, "help": "Tokens that one step computes."}),
+    "max_model_len": ("--max-model-len", {"type": int, "help": "Longest sequence, prompt and answer together."}),
+    "gpu_memory_utilization": (
+        "--gpu-memory-utilization",
+        {"type": float, "help": "Share of the device's memory that weights and KV cache may fill."},
+    ),
+    "kv_cache_memory": ("--kv-cache-memory", {"type": str, "help": 'Size of the KV cache, such as "2GiB".'}),
+    "num_pages": ("--num-pages", {"type": int, "help": "Size of the KV cache in pages, instead."}),
+    "dtype": ("--kv-dtype", {"type": click.Choice(DTYPES), "help": "Of the KV cache [default: that of the weights]."}),
+    "warm_up": ("--warm-up/--no-warm-up", {"default": None, "help": "Compile everything before the first request."}),
+    "late_compile": (
+        "--late-compile",
+        {"type": click.Choice(["allow", "error"]), "help": "What a compilation after warm-up does."},
+    ),
+    "compilation_cache_dir": (
+        "--compilation-cache-dir",
+        {"type": click.Path(file_okay=False), "help": "Where compiled programs are kept."},
+    ),
+    "check_integrity": (
+        "--check-integrity",
+        {"is_flag": True, "default": None, "help": "Check the accounts of pages after each step. Slow."},
+    ),
+}
+
+
+def engine_options(command: Callable) -> Callable:
+    """Adds `--model`, `--dtype` and the engine's options; `open_engine` takes them."""
+    for name, (flag, settings) in reversed(ENGINE.items()):
+        command = click.option(flag, f"engine_{name}", **settings)(command)
+    dtype = click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        help="Of the weights [default: float32 on a CPU, bfloat16 elsewhere].",
+    )
+    model = click.option(
+        "--model",
+        default=SMALL_MODEL,
+        show_default=True,
+        metavar="PATH|ID",
+        help=f"A folder, a GGUF file or a hub id; {SMALL_MODEL} is fetched on first use.",
+    )
+    return model(dtype(command))
+
+
+@dataclass
+class OpenedEngine:
+    """An engine that is ready, and what getting there took."""
+
+    engine: Any
+    tokenizer: Any
+    dtype: str  # of the weights
+    settings: dict[str, Any]
+    load_seconds: float
+    warm_up_seconds: float
+
+
+def open_engine(options: dict[str, Any], **defaults: Any) -> OpenedEngine:
+    """Takes the model and engine options out of a command's options, loads the model and warms the engine up.
+
+    `defaults` are engine settings of the command that the user's options override.
+    """
+    model, dtype = options.pop("model"), options.pop("dtype")
+    chosen = {name: options.pop(f"engine_{name}") for name in ENGINE}
+    settings = {**defaults, **{name: value for name, value in chosen.items() if value is not None}}
+
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"Loading {model}") if sys.stderr.isatty() else contextlib.nullcontext():
+        from jpaged import Engine, EngineConfig, load
+
+        config = EngineConfig(**settings)
+        path = str(small_model_path()) if model == SMALL_MODEL else model
+        started = time.perf_counter()
+        params = load(path, dtype=dtype)
+        load_seconds = time.perf_counter() - started
+        engine = Engine(params, config)
+    return OpenedEngine(
+        engine=engine,
+        tokenizer=params.tokenizer,
+        dtype=str(params.weights["head"].dtype),
+        settings=settings,
+        load_seconds=load_seconds,
+        warm_up_seconds=engine.warm_up_seconds,
+    )

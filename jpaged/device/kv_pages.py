@@ -1,0 +1,41 @@
+"""Owns `KVPages`, the pool on the device: for each layer a pair of arrays, keys and values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jpaged.models.config import ModelConfig
+
+# A tuple of per-layer arrays and not one stacked array: each is donated to the step and updated where it lies.
+KVPages = tuple[
+    tuple[
+        Float[Array, "num_pages num_kv_heads page_size head_dim"],
+        Float[Array, "num_pages num_kv_heads page_size head_dim"],
+    ],
+    ...,
+]
+
+
+def kv_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+    """The shape of one layer's keys, and of its values. Page 0 is among `num_pages`."""
+    return (num_pages, config.num_kv_heads, page_size, config.head_dim)
+
+
+def make_kv_pages(config: ModelConfig, num_pages: int, page_size: int, dtype) -> KVPages:
+    """A pool of zeros."""
+    shape = kv_shape(config, num_pages, page_size)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def kv_pages_like(config: ModelConfig, num_pages: int, page_size: int, dtype) -> KVPages:
+    """The pool's shapes, for compiling without the memory."""
+    array = jax.ShapeDtypeStruct(kv_shape(config, num_pages, page_size), dtype)
+    return ((array, array),) * config.num_layers
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return page_size * per_token * jnp.dtype(dtype).itemsize

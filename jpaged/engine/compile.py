@@ -1,0 +1,162 @@
+"""Owns the compiled steps: one program for each shape of batch, made ahead and in parallel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.device.kv_pages import kv_pages_like
+from jpaged.device.step import jitted_step
+from jpaged.host.batch import Batch, Buckets, SamplingBatch
+from jpaged.host.sampling_params import MAX_BANNED_IDS
+from jpaged.models.config import ModelConfig
+
+log = logging.getLogger("jpaged")
+
+Shape = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
+
+
+class LateCompileError(RuntimeError):
+    """A batch had a shape that warm-up did not compile, and `late_compile="error"` forbids compiling it now."""
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keep compiled programs in `directory` between runs, small and quick ones too.
+
+    None leaves a cache that the program has chosen in place, and otherwise takes jpaged's own. "" keeps none.
+    These are settings of JAX, for the whole process.
+    """
+    if directory is None:
+        if jax.config.jax_compilation_cache_dir:
+            return
+        home = os.environ.get("JPAGED_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jpaged"
+        directory = str(Path(home).expanduser() / "xla")
+    if directory:
+        os.makedirs(directory, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts what XLA compiled in this process, programs found in the persistent cache aside."""
+
+    def __init__(self):
+        self.requests = 0
+        self.hits = 0
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with self._lock:
+                self.requests += 1
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            with self._lock:
+                self.hits += 1
+
+    @property
+    def compiles(self) -> int:
+        return self.requests - self.hits
+
+
+_counter: CompileCounter | None = None
+
+
+def compile_counter() -> CompileCounter:
+    """The process's one counter: JAX's listeners cannot be taken back."""
+    global _counter
+    if _counter is None:
+        _counter = CompileCounter()
+    return _counter
+
+
+def batch_like(shape: Shape, buckets: Buckets, with_rope_lens: bool) -> Batch:
+    """A batch of one shape with shapes and dtypes for arrays."""
+    tokens, rows, is_decode = shape
+    array = jax.ShapeDtypeStruct
+    return Batch(
+        token_ids=array((tokens,), np.int32),
+        positions=array((tokens,), np.int32),
+        slot_mapping=array((tokens,), np.int32),
+        block_tables=array((rows, buckets.pages_per_seq), np.int32),
+        context_lens=array((rows,), np.int32),
+        query_starts=None if is_decode else array((rows + 1,), np.int32),
+        sampling=SamplingBatch(
+            temperature=array((rows,), np.float32),
+            top_k=array((rows,), np.int32),
+            top_p=array((rows,), np.float32),
+            min_p=array((rows,), np.float32),
+            seed=array((rows, 2), np.uint32),
+            banned_ids=array((rows, MAX_BANNED_IDS), np.int32),
+        ),
+        rope_lens=array((tokens,), np.int32) if with_rope_lens else None,
+    )
+
+
+class CompiledSteps:
+    """`step`, compiled for each shape of `buckets`.
+
+    `weights` may be arrays or shapes: shapes, dtypes and shardings are read, nothing is kept.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Any, buckets: Buckets, *, num_pages: int, kv_dtype: Any, allow_late: bool
+    ):
+        self._config = config
+        self._weights = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=getattr(w, "sharding", None)), weights
+        )
+        self._kv_pages = kv_pages_like(config, num_pages, buckets.page_size, kv_dtype)
+        self._buckets = buckets
+        self._with_rope_lens = needs_rope_lens(config)
+        self._programs: dict[Shape, Callable] = {}
+        self._allow_late = allow_late
+        self._warm = False
+
+    def warm_up(self) -> None:
+        """Compile every shape, in as many threads as there are processors. From then on a compilation is late."""
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(self._compile, self._buckets.all_shapes()))
+        self._warm = True
+
+    def temporary_bytes(self, shape: Shape) -> int:
+        """Memory that a step of this shape takes beside its arguments."""
+        memory = self._lower(shape).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+    def __call__(self, weights: Any, kv_pages: Any, batch: Batch):
+        shape = (len(batch.token_ids), len(batch.context_lens), batch.query_starts is None)
+        program = self._programs.get(shape)
+        if program is None:
+            if self._warm:
+                what = f"a batch of {shape[0]} tokens in {shape[1]} rows was not compiled at warm-up"
+                if not self._allow_late:
+                    raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
+                log.warning("%s: compiling it now", what)
+            program = self._compile(shape)
+        return program(weights, kv_pages, batch)
+
+    def _lower(self, shape: Shape):
+        batch = batch_like(shape, self._buckets, self._with_rope_lens)
+        return jitted_step.lower(self._config, self._weights, self._kv_pages, batch)
+
+    def _compile(self, shape: Shape) -> Callable:
+        program = self._programs[shape] = self._lower(shape).compile()
+        return program
+
+
+def needs_rope_lens(config: ModelConfig) -> bool:
+    """Whether the model's rotary embeddings depend on the length of the sequence."""
+    return config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"

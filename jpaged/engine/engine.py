@@ -1,0 +1,292 @@
+"""Owns `Engine`: requests in, tokens out, one `step` at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.device.kv_pages import make_kv_pages, page_bytes
+from jpaged.device.params import Params
+from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, use_compilation_cache
+from jpaged.engine.memory import choose_num_pages
+from jpaged.engine.outputs import CompletionOutput, RequestOutput
+from jpaged.engine.prompt import Prompt, to_token_ids
+from jpaged.host.batch import Buckets, pack
+from jpaged.host.config import EngineConfig
+from jpaged.host.detokenizer import Detokenizer
+from jpaged.host.metrics import EngineStats
+from jpaged.host.page_pool import PagePool
+from jpaged.host.request import Request
+from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.scheduler import Scheduler
+
+log = logging.getLogger("jpaged")
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sequence of a request: with `n` of them, each is scheduled on its own."""
+
+    request: Request
+    detokenizer: Detokenizer | None
+    index: int
+    group: _Group
+
+
+@dataclass(slots=True)
+class _Group:
+    """What the caller knows as one request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    samples: list[_Sample]
+    num_unfinished: int
+
+
+class Engine:
+    """Generates with `params` under `config`; keyword options are fields of `EngineConfig`.
+
+    `add_request` queues, `step` computes the next tokens of what is queued, `abort` ends a request early; `stats`
+    counts. Not for use from several threads at once.
+
+    Raises ValueError if the memory does not hold one sequence of `max_model_len` tokens.
+    """
+
+    def __init__(self, params: Params, config: EngineConfig | None = None, **options: Any):
+        if options:
+            config = replace(config, **options) if config else EngineConfig.from_options(options)
+        self.config = config = config or EngineConfig()
+        self.model_config = model = params.config
+        self.tokenizer = params.tokenizer
+        self.weights: Any = params.weights
+        use_compilation_cache(config.compilation_cache_dir)
+        self._compile_counter = compile_counter()
+        compiles, began = self._compile_counter.compiles, time.perf_counter()
+
+        leaf = jax.tree.leaves(params.weights)[0]
+        device = next(iter(leaf.devices()))
+        kv_dtype = config.dtype or leaf.dtype
+        max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
+        max_num_batched_tokens = config.max_num_batched_tokens or 2048
+        longest = config.max_model_len or model.max_position
+        if longest > model.max_position:
+            raise ValueError(
+                f"max_model_len ({longest}) is beyond the {model.max_position} positions that the model was made for"
+            )
+
+        def step_bytes() -> int:
+            buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
+            steps = CompiledSteps(model, params.weights, buckets, num_pages=2, kv_dtype=kv_dtype, allow_late=True)
+            return max(steps.temporary_bytes(shape) for shape in (buckets.all_shapes()[-1], (*buckets.mixed[-1], False)))
+
+        bytes_per_page = page_bytes(model, config.page_size, kv_dtype)
+        num_pages = choose_num_pages(
+            config,
+            device=device,
+            page_bytes=bytes_per_page,
+            useful_pages=1 + max_num_seqs * -(-longest // config.page_size),
+            step_bytes=step_bytes,
+        )
+        held = (num_pages - 1) * config.page_size
+        if config.max_model_len is None and held < longest:
+            log.warning("max_model_len is %d, all that the KV cache holds, and not the model's %d", held, longest)
+            longest = held
+        self.max_model_len = longest
+        self._pool = PagePool(num_pages, config.page_size)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=longest,
+        )
+        self._buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
+        self._steps = CompiledSteps(
+            model,
+            params.weights,
+            self._buckets,
+            num_pages=num_pages,
+            kv_dtype=kv_dtype,
+            allow_late=config.late_compile == "allow",
+        )
+        self._with_rope_lens = needs_rope_lens(model)
+        self._kv_pages = make_kv_pages(model, num_pages, config.page_size, kv_dtype)
+        log.info(
+            "KV cache: %d tokens in %d pages of %d (%.0f MiB), %.1f sequences of %d",
+            held,
+            num_pages - 1,
+            config.page_size,
+            num_pages * bytes_per_page / 2**20,
+            held / longest,
+            longest,
+        )
+        if config.warm_up:
+            self._steps.warm_up()
+        self.warm_up_seconds = time.perf_counter() - began
+        self.warm_up_compiles = self._compile_counter.compiles - compiles
+        self.stats = EngineStats()
+        self._compiles_before = self._compile_counter.compiles
+        self._groups: dict[str, _Group] = {}
+        self._samples: dict[str, _Sample] = {}
+        self._names = itertools.count()
+
+    def add_request(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue a prompt: text, token ids, or chat messages (a list of `{"role": ..., "content": ...}`).
+
+        Returns the request's id. Raises ValueError for a prompt or sampling that cannot be served; nothing is queued
+        then.
+        """
+        sampling = sampling or SamplingParams()
+        text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
+        self._check(token_ids, sampling)
+        if request_id is None:
+            request_id = f"request-{next(self._names)}"
+        if request_id in self._groups:
+            raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
+        group = _Group(request_id, text, token_ids, [], sampling.n)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
+        max_tokens = self.max_model_len - len(token_ids)
+        for index in range(sampling.n):
+            request = Request(
+                request_id=request_id if index == 0 else f"{request_id}/{index}",
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                seed=_seed_of_sample(seed, index),
+                eos_token_ids=frozenset(self.model_config.eos_token_ids),
+                max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
+            )
+            group.samples.append(_Sample(request, self._detokenizer(token_ids, sampling), index, group))
+        for sample in group.samples:
+            self._scheduler.add(sample.request)
+            self._samples[sample.request.request_id] = sample
+        self._groups[request_id] = group
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return []
+        batch, rows = pack(
+            plan.rows, self._buckets, self.model_config.vocab_size, with_rope_lens=self._with_rope_lens
+        )
+        self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
+        token_ids, logprobs = jax.device_get((token_ids, logprobs))
+        gained = self._scheduler.update(plan._replace(rows=rows), token_ids, logprobs)
+        outputs = self._outputs(gained)
+        self._record(plan.num_tokens, batch, len(gained))
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, all its samples; False if there is no such unfinished request."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return False
+        for sample in group.samples:
+            if self._samples.pop(sample.request.request_id, None) is not None:
+                self._scheduler.abort(sample.request.request_id)
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that requests can hold."""
+        return self._pool.num_pages - 1
+
+    def _check(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        vocab_size = self.model_config.vocab_size
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which must also "
+                "hold what is generated: shorten the prompt or raise max_model_len"
+            )
+        for token_id in sampling.stop_token_ids or ():
+            if token_id >= vocab_size:
+                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {vocab_size - 1}")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
+
+    def _detokenizer(self, prompt_token_ids: list[int], sampling: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            stop=sampling.stop or (),
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+            prompt_tail=prompt_token_ids,
+        )
+
+    def _outputs(self, gained: list[Request]) -> list[RequestOutput]:
+        groups: dict[str, _Group] = {}
+        for request in gained:
+            sample = self._samples[request.request_id]
+            detokenizer = sample.detokenizer
+            if detokenizer is not None:
+                # A token that ends the text by its id is no part of the text, unless special tokens are shown.
+                detokenizer.append(request.output_token_ids[-1])
+                if detokenizer.stop_hit is not None:
+                    self._scheduler.finish(request, "stop", detokenizer.stop_hit)
+                elif request.finish_reason is not None:
+                    detokenizer.finish()
+            group = groups[sample.group.request_id] = sample.group
+            if request.finish_reason is not None:
+                del self._samples[request.request_id]
+                group.num_unfinished -= 1
+                if not group.num_unfinished:
+                    del self._groups[group.request_id]
+        return [
+            RequestOutput(
+                request_id=group.request_id,
+                prompt=group.prompt,
+                prompt_token_ids=group.prompt_token_ids,
+                outputs=[CompletionOutput(s.index, s.request, s.detokenizer) for s in group.samples],
+                finished=not group.num_unfinished,
+                num_preemptions=sum(s.request.num_preemptions for s in group.samples),
+            )
+            for group in groups.values()
+        ]
+
+    def _record(self, num_tokens: int, batch, num_output_tokens: int) -> None:
+        self.stats.record_step(
+            num_tokens=num_tokens,
+            batch_tokens=len(batch.token_ids),
+            is_decode=batch.query_starts is None,
+            num_output_tokens=num_output_tokens,
+        )
+        self.stats.record_kv(
+            num_tokens=self._scheduler.num_computed_tokens, num_slots=self._pool.num_used * self._pool.page_size
+        )
+        self.stats.num_preemptions = self._scheduler.num_preemptions
+        self.stats.num_compiles = self._compile_counter.compiles - self._compiles_before
+        if self.config.check_integrity:
+            self._scheduler.check()
+
+
+def _seed_of_sample(seed: int, index: int) -> int:
+    """The seed of one of `n` samples: the given one for the first, an unrelated one for each other (SplitMix64, Steele
+    et al. 2014)."""
+    if index == 0:
+        return seed
+    mask = 2**64 - 1
+    z = (seed + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

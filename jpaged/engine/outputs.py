@@ -1,0 +1,76 @@
+"""Owns `RequestOutput`: what the engine tells a caller about a request, after a step or at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.host.detokenizer import Detokenizer
+from jpaged.host.metrics import Latencies
+from jpaged.host.request import Request
+
+
+class CompletionOutput:
+    """One sample of a request, as it stood when this was made: later tokens do not show in it.
+
+    index: which of the `n` samples. finish_reason: None while it goes on, then "stop", "length" or "abort".
+    stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
+    """
+
+    __slots__ = ("index", "finish_reason", "stop_reason", "_request", "_detokenizer", "_num_tokens", "_num_chars")
+
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer | None):
+        self.index = index
+        self.finish_reason = request.finish_reason
+        self.stop_reason = request.stop_reason
+        # Token lists and texts only grow, so their lengths are enough to come back to this moment, and a step that
+        # nobody looks at copies nothing.
+        self._request = request
+        self._detokenizer = detokenizer
+        self._num_tokens = len(request.output_token_ids)
+        self._num_chars = 0 if detokenizer is None else detokenizer.num_chars
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens, the one that ended the text included."""
+        return self._request.output_token_ids[: self._num_tokens]
+
+    @property
+    def text(self) -> str:
+        """The generated text; empty if the model has no tokenizer."""
+        return "" if self._detokenizer is None else self._detokenizer.text[: self._num_chars]
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """The log-probability of each token of `token_ids`, if `SamplingParams.logprobs` asked for it."""
+        return self._request.output_logprobs[: self._num_tokens] if self._request.sampling.logprobs else None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The log-probability of the whole sample."""
+        return sum(self._request.output_logprobs[: self._num_tokens])
+
+    def __repr__(self) -> str:
+        return (
+            f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
+            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request. `outputs` has one entry for each of its `n` samples, in their order.
+
+    prompt: the text that was given, None for token ids. num_preemptions: how often it had to give way, all samples
+    together. latencies: one entry a sample (seconds).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_preemptions: int
+
+    @property
+    def latencies(self) -> list[Latencies]:
+        return [Latencies.of(output._request) for output in self.outputs]

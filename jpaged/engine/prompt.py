@@ -1,0 +1,58 @@
+"""Owns what a prompt may be: text, token ids, or chat messages, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.host.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+    """The prompt's text (None where token ids were given) and its token ids.
+
+    Raises ValueError for an empty prompt, an id outside the vocabulary, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one character, or token ids")
+        return prompt, _nonempty(_need(tokenizer).encode(prompt))
+    if isinstance(prompt, np.ndarray) or hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt)
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise ValueError(
+                f"a prompt as an array must be whole numbers [length], got {prompt.dtype} of shape {prompt.shape}"
+            )
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise ValueError(f"a prompt must be text, a list of token ids or a list of messages, got {type(prompt).__name__}")
+    if not len(prompt):
+        raise ValueError("the prompt is empty: give at least one token id or message")
+    if isinstance(prompt[0], Mapping):
+        tokenizer = _need(tokenizer)
+        text = tokenizer.apply_chat_template(prompt)
+        return text, _nonempty(tokenizer.encode_chat(prompt))
+    token_ids = []
+    for token_id in prompt:
+        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+            raise ValueError(f"token ids must be whole numbers, got {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary, which has ids 0 to {vocab_size - 1}")
+        token_ids.append(int(token_id))
+    return None, token_ids
+
+
+def _need(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError("these params have no tokenizer, so a prompt must be a list of token ids")
+    return tokenizer
+
+
+def _nonempty(token_ids: list[int]) -> list[int]:
+    if not token_ids:
+        raise ValueError("the prompt is empty: the tokenizer made no token of it")
+    return token_ids

@@ -1,0 +1,201 @@
+"""Owns `Batch`, the one value that crosses to the device; `Buckets`, the shapes it may have; and `pack`."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .request import Request
+from .sampling_params import MAX_BANNED_IDS
+from .scheduler import Row
+
+SAMPLING_ROW = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"), ("seed", "<u4", 2)]
+)
+FLOAT32 = np.finfo(np.float32)
+MIN_MIXED_TOKENS, FEW_SEQS = 16, 8
+
+
+class SamplingBatch(NamedTuple):
+    """How each row draws. Padding rows are greedy."""
+
+    temperature: np.ndarray  # float32 [B]; 0: greedy
+    top_k: np.ndarray  # int32 [B]; 0: no limit
+    top_p: np.ndarray  # float32 [B]
+    min_p: np.ndarray  # float32 [B]
+    seed: np.ndarray  # uint32 [B, 2]: the high and the low half
+    banned_ids: np.ndarray  # int32 [B, MAX_BANNED_IDS]: not to be drawn (min_tokens); padded with the vocabulary size
+
+
+class Batch(NamedTuple):
+    """A step's input: T tokens of B rows, both padded to a shape of `Buckets`; P pages a row.
+
+    Padding tokens are written to slot 0, in the null page; padding rows see no context. Without `query_starts` it is a
+    decode batch: T == B, each row has one token and draws the next one.
+    """
+
+    token_ids: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    slot_mapping: np.ndarray  # int32 [T]: page_id * page_size + offset, where a token's KV is written
+    block_tables: np.ndarray  # int32 [B, P]: page ids, padded with the null page
+    context_lens: np.ndarray  # int32 [B]: what the row's last token sees, this step's tokens included
+    query_starts: np.ndarray | None  # int32 [B + 1]: row i's tokens are query_starts[i] : query_starts[i + 1]
+    sampling: SamplingBatch
+    # int32 [T]: tokens of the sequence when this one was first computed. Only rotary embeddings whose base follows the
+    # length (dynamic scaling) ask for it; None otherwise.
+    rope_lens: np.ndarray | None = None
+
+
+class Buckets(NamedTuple):
+    """The shapes that a batch may have: few, as each is a compilation; close, as padding is wasted work."""
+
+    decode: tuple[int, ...]  # numbers of rows, ascending
+    mixed: tuple[tuple[int, int], ...]  # (tokens, rows), ascending
+    pages_per_seq: int
+    page_size: int
+
+    @classmethod
+    def make(cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int) -> Buckets:
+        """Shapes for everything that a scheduler with these limits can plan.
+
+        Decode rows are padded by at most a quarter from 64 rows on, mixed tokens by at most a half from 128 tokens on.
+        """
+        max_rows = min(max_num_seqs, max_num_batched_tokens)
+        decode = [1, 2, 4, 8, 12, 16]
+        while decode[-1] < max_rows:
+            decode.append(decode[-1] + max(8, _power_of_two_below(decode[-1]) // 4))
+        tokens = [16, 32, 64, 128]
+        max_tokens = -(-max_num_batched_tokens // MIN_MIXED_TOKENS) * MIN_MIXED_TOKENS
+        while tokens[-1] < max_tokens:
+            tokens.append(tokens[-1] + _power_of_two_below(tokens[-1]) // 2)
+        return cls(
+            decode=_capped(decode, max_rows),
+            mixed=tuple(
+                (num_tokens, num_seqs)
+                for num_tokens in _capped(tokens, max_tokens)
+                for num_seqs in sorted({min(FEW_SEQS, max_rows), min(num_tokens, max_rows)})
+            ),
+            pages_per_seq=-(-max_model_len // page_size),
+            page_size=page_size,
+        )
+
+    def decode_rows(self, num_seqs: int) -> int:
+        """The least number of rows of a decode batch that holds `num_seqs`."""
+        return self.decode[bisect_left(self.decode, num_seqs)]
+
+    def mixed_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        """The least (tokens, rows) of a mixed batch that holds `num_seqs` rows of `num_tokens` tokens together."""
+        return next(shape for shape in self.mixed if shape[0] >= num_tokens and shape[1] >= num_seqs)
+
+    def all_shapes(self) -> list[tuple[int, int, bool]]:
+        """Every (tokens, rows, whether a decode batch), for warm-up; the most used first."""
+        return [(rows, rows, True) for rows in self.decode] + [(*shape, False) for shape in self.mixed]
+
+
+def pack(
+    rows: Sequence[Row], buckets: Buckets, vocab_size: int, *, with_rope_lens: bool = False
+) -> tuple[Batch, list[Row]]:
+    """The step's arrays, and the rows in their order: those with one token come first.
+
+    The arrays are fresh: the device may still read those of earlier steps.
+    """
+    rows = sorted(rows, key=_has_more_than_one_token)
+    requests = [row.request for row in rows]
+    starts = np.array([row.start for row in rows], np.int32)
+    lens = np.array([row.num_tokens for row in rows], np.int32)
+    num_seqs, num_tokens = len(rows), int(lens.sum())
+    decodes = num_tokens == num_seqs and all([row.samples for row in rows])
+    if decodes:
+        batch_tokens = batch_rows = buckets.decode_rows(num_seqs)
+    else:
+        batch_tokens, batch_rows = buckets.mixed_shape(num_tokens, num_seqs)
+
+    block_tables = np.zeros((batch_rows, buckets.pages_per_seq), np.int32)
+    np.concatenate([request.block_table for request in requests], out=block_tables[:num_seqs].reshape(-1))
+    context_lens = np.zeros(batch_rows, np.int32)
+    context_lens[:num_seqs] = starts + lens
+    query_starts = np.full(batch_rows + 1, num_tokens, np.int32)
+    query_starts[0] = 0
+    np.cumsum(lens, out=query_starts[1 : num_seqs + 1])
+
+    token_ids, positions, slot_mapping = np.zeros((3, batch_tokens), np.int32)
+    token_ids[:num_tokens] = _token_ids(rows, num_tokens)
+    row_of_token = np.repeat(np.arange(num_seqs), lens)
+    position = np.arange(num_tokens, dtype=np.int32) + (starts - query_starts[:num_seqs])[row_of_token]
+    page, offset = np.divmod(position, buckets.page_size)
+    positions[:num_tokens] = position
+    slot_mapping[:num_tokens] = block_tables[row_of_token, page] * buckets.page_size + offset
+
+    rope_lens = None
+    if with_rope_lens:
+        # A prompt is computed as a whole, whatever chunks it comes in, and its output token by token.
+        rope_lens = np.zeros(batch_tokens, np.int32)
+        prompt_lens = np.array([request.num_prompt_tokens for request in requests], np.int32)
+        rope_lens[:num_tokens] = np.maximum(position + 1, prompt_lens[row_of_token])
+    return (
+        Batch(
+            token_ids,
+            positions,
+            slot_mapping,
+            block_tables,
+            context_lens,
+            None if decodes else query_starts,
+            _pack_sampling(requests, batch_rows, vocab_size),
+            rope_lens,
+        ),
+        rows,
+    )
+
+
+def _token_ids(rows: list[Row], num_tokens: int) -> list[int]:
+    if num_tokens == len(rows):
+        return [row.request.token_at(row.start) for row in rows]
+    token_ids = []
+    for request, start, length in rows:
+        token_ids += request.tokens(start, start + length)
+    return token_ids
+
+
+def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int) -> SamplingBatch:
+    # Joining bytes is an order of magnitude cheaper than building five arrays from five lists of numbers.
+    table = np.zeros(batch_rows, SAMPLING_ROW)
+    table["top_p"] = 1
+    packed = b"".join([request.sampling_row or _pack_sampling_row(request) for request in requests])
+    table[: len(requests)] = np.frombuffer(packed, SAMPLING_ROW)
+    banned_ids = np.full((batch_rows, MAX_BANNED_IDS), vocab_size, np.int32)
+    for row, request in enumerate(requests):
+        if len(request.output_token_ids) < request.sampling.min_tokens:
+            banned_ids[row, : len(request.ending_ids)] = sorted(request.ending_ids)
+    return SamplingBatch(*(np.ascontiguousarray(table[name]) for name in SAMPLING_ROW.names), banned_ids)
+
+
+def _pack_sampling_row(request: Request) -> bytes:
+    """The request's constant part of `SamplingBatch`, kept in it; what 32 bits can't tell is clamped, not rounded to
+    a value with another meaning (a tiny top_p to 0, a huge temperature to infinity)."""
+    sampling = request.sampling
+    request.sampling_row = struct.pack(
+        "<fiffII",
+        min(sampling.temperature, float(FLOAT32.max)),
+        min(max(sampling.top_k, 0), 2**31 - 1),
+        max(sampling.top_p, float(FLOAT32.tiny)),
+        sampling.min_p,
+        request.seed >> 32 & 0xFFFFFFFF,
+        request.seed & 0xFFFFFFFF,
+    )
+    return request.sampling_row
+
+
+def _has_more_than_one_token(row: Row) -> bool:
+    return row.num_tokens > 1
+
+
+def _power_of_two_below(n: int) -> int:
+    return 1 << n.bit_length() - 1
+
+
+def _capped(sizes: list[int], most: int) -> tuple[int, ...]:
+    return (*(size for size in sizes if size < most), most)

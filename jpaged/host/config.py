@@ -1,0 +1,121 @@
+"""Owns `EngineConfig`: what may be chosen about an engine, checked once, where it is made."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of an engine; None lets the engine choose.
+
+    page_size: tokens in a page of KV memory.
+    max_num_seqs: at most so many requests run together (64 on a CPU, 256 elsewhere).
+    max_num_batched_tokens: at most so many tokens are computed in a step (2048).
+    max_model_len: at most so many tokens, prompt and output together (the model's own limit).
+    gpu_memory_utilization: share of the device's memory for weights, activations and KV cache together.
+    kv_cache_memory: the KV cache's size instead, in bytes or as text such as "2GiB".
+    num_pages: the KV cache's size instead, in pages, the null page included.
+    dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
+    warm_up: compile every shape when the engine is built.
+    late_compile: whether a compilation after warm-up is allowed, or an error.
+    compilation_cache_dir: where compiled programs are kept between runs (nowhere).
+    check_integrity: check the accounts of pages after each step. Slow.
+
+    Raises ValueError naming the option, its value and what it may be.
+    """
+
+    page_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | str | None = None
+    num_pages: int | None = None
+    dtype: Any = None
+    warm_up: bool = True
+    late_compile: Literal["allow", "error"] = "allow"
+    compilation_cache_dir: str | None = None
+    check_integrity: bool = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """From names and values, such as a file's or the caller's keywords; an unknown name is a ValueError."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                cure = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+                raise ValueError(f"unknown engine option {name!r}: {cure}")
+        return cls(**options)
+
+    def __post_init__(self):
+        for name, low in (
+            ("page_size", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 2),  # one token of prompt and one to generate
+            ("num_pages", 2),  # the null page and another
+        ):
+            value = getattr(self, name)
+            if value is None and name != "page_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a share above 0 and at most 1, got {share!r}")
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", _parse_bytes(self.kv_cache_memory))
+            if self.num_pages is not None:
+                raise ValueError(
+                    f"kv_cache_memory ({self.kv_cache_memory} bytes) and num_pages ({self.num_pages}) both fix the "
+                    "size of the KV cache: give one of them"
+                )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        for name in ("warm_up", "check_integrity"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.late_compile not in ("allow", "error"):
+            raise ValueError(f"late_compile must be 'allow' or 'error', got {self.late_compile!r}")
+        if self.late_compile == "error" and not self.warm_up:
+            raise ValueError("late_compile='error' needs warm_up=True: without it every compilation is a late one")
+        if self.compilation_cache_dir is not None:
+            if not isinstance(self.compilation_cache_dir, (str, os.PathLike)):
+                raise ValueError(f"compilation_cache_dir must be a path, got {self.compilation_cache_dir!r}")
+            object.__setattr__(self, "compilation_cache_dir", os.fspath(self.compilation_cache_dir))
+
+
+def _parse_bytes(value: int | str) -> int:
+    """Bytes from a number or from text: GiB is 1024**3, GB is 1000**3."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", value, re.IGNORECASE)
+        if match and (match[2] or not match[3]):
+            power = ("", "k", "m", "g", "t").index(match[2].lower())
+            size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+            if size > 0:
+                return size
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError(f"kv_cache_memory must be bytes above 0, or text such as '2GiB' or '500MB', got {value!r}")
+
+
+def _dtype_name(value: Any) -> str:
+    try:
+        name = value if isinstance(value, str) else np.dtype(value).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {value!r}")
+    return name

@@ -1,0 +1,114 @@
+"""Owns `Request`: one sequence of tokens to be continued, from its arrival to its end."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from .sampling_params import MAX_BANNED_IDS, SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was asked, what has been generated, and what of it lies in KV memory.
+
+    The engine resolves `seed` (64 bits), `eos_token_ids` (the model's) and `max_tokens` (None means as many as fit).
+    The scheduler alone moves a request on; it calls the methods below. Times are `time.perf_counter()` seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    arrival: float = field(default_factory=perf_counter)
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)  # when each output token reached the host
+    num_computed_tokens: int = 0  # tokens whose KV lies in `page_ids`
+    page_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None  # the stop id or stop string; None where an end-of-sequence id ended the text
+    finish_time: float | None = None
+
+    ending_ids: frozenset[int] = field(init=False)  # ids that end the text, once min_tokens came before them
+    num_prompt_tokens: int = field(init=False)
+    block_table: np.ndarray | None = None  # `page_ids` as a padded int32 row, kept so that packing only copies it
+    sampling_row: bytes = b""  # the row of `SamplingBatch`, filled by the first pack
+
+    def __post_init__(self):
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty: give at least one token, such as the model's bos_token_id")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        eos_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
+        self.ending_ids = eos_token_ids | frozenset(self.sampling.stop_token_ids)
+        if self.sampling.min_tokens and len(self.ending_ids) > MAX_BANNED_IDS:
+            raise ValueError(
+                f"min_tokens keeps at most {MAX_BANNED_IDS} end-of-sequence and stop ids from being drawn, but there "
+                f"are {len(self.ending_ids)}: give fewer stop_token_ids, or min_tokens=0"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self.token_times[-1] if self.token_times else None
+
+    def token_at(self, position: int) -> int:
+        """The token at a position of prompt and output together."""
+        index = position - self.num_prompt_tokens
+        return self.output_token_ids[index] if index >= 0 else self.prompt_token_ids[position]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """The tokens at positions start..stop-1 of prompt and output together."""
+        shift = self.num_prompt_tokens
+        outputs = self.output_token_ids[max(start - shift, 0) : max(stop - shift, 0)]
+        return self.prompt_token_ids[start:stop] + outputs if start < shift else outputs
+
+    def add_pages(self, page_ids: list[int], pages_per_seq: int) -> None:
+        if self.block_table is None:
+            self.block_table = np.zeros(pages_per_seq, np.int32)
+        held = len(self.page_ids)
+        self.block_table[held : held + len(page_ids)] = page_ids
+        self.page_ids += page_ids
+
+    def drop_pages(self) -> list[int]:
+        """Forgets its pages and what was computed into them; returns them, for the pool."""
+        page_ids, self.page_ids, self.block_table = self.page_ids, [], None
+        self.num_computed_tokens = 0
+        return page_ids
+
+    def append(self, token_id: int, logprob: float, now: float) -> None:
+        self.output_token_ids.append(token_id)
+        self.output_logprobs.append(logprob)
+        self.token_times.append(now)
+
+    def end(self, max_model_len: int) -> tuple[str, int | None] | None:
+        """Whether its last token ended it: (finish_reason, stop_reason), or None to go on."""
+        token_id, num_outputs = self.output_token_ids[-1], len(self.output_token_ids)
+        if token_id in self.ending_ids and num_outputs > self.sampling.min_tokens:
+            return "stop", token_id if token_id in self.sampling.stop_token_ids else None
+        if num_outputs >= self.max_tokens or self.num_prompt_tokens + num_outputs >= max_model_len:
+            return "length", None
+        return None

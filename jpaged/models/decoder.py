@@ -1,0 +1,98 @@
+"""The one decoder that every family is: what differs between them is in `ModelConfig`, how it attends an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jpaged.device.layers import ACTIVATIONS, linear, rms_norm, rope_angles, rotate
+from jpaged.device.params import Params
+from jpaged.models.config import ModelConfig
+
+# attend(config, q, k, v, cache, context) -> (out, cache): q [..., num_q_heads, head_dim], k and v
+# [..., num_kv_heads, head_dim], out like q. `cache` is what this layer keeps between calls, `context` what all layers
+# share. It must be a plain function: layers are traced once for each function and shape.
+Attend = Callable[..., tuple[Array, Any]]
+
+
+def decode(
+    weights: dict[str, Any],
+    config: ModelConfig,
+    token_ids: Int32[Array, "..."],
+    positions: Int32[Array, "..."],
+    rope_lens: Int32[Array, "..."] | None,
+    attend: Attend,
+    caches: tuple[Any, ...],
+    context: Any,
+) -> tuple[Float[Array, "... d_model"], tuple[Any, ...]]:
+    """The hidden states after the final norm, and each layer's new cache."""
+    with jax.named_scope("embed"):
+        if config.tie_embeddings:
+            x = jnp.moveaxis(weights["head"][:, token_ids], 0, -1)
+        else:
+            x = weights["embed"][token_ids]
+    angles = rope_angles(config, positions, rope_lens)
+    new_caches = []
+    for layer, cache in zip(weights["layers"], caches, strict=True):
+        x, cache = _layer(config, attend, layer, x, angles, cache, context)
+        new_caches.append(cache)
+    return rms_norm(x, weights["final_norm"], config.norm_eps), tuple(new_caches)
+
+
+# A jit of its own so that the loop above traces and lowers one layer, not all of them; XLA inlines the calls.
+@partial(jax.jit, static_argnums=(0, 1))
+def _layer(config: ModelConfig, attend: Attend, layer: dict[str, Any], x, angles, cache, context):
+    group = config.queries_per_kv
+    with jax.named_scope("attention"):
+        normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
+        qkv = linear(normed, layer["qkv"])
+        if config.attention_bias:
+            qkv += layer["qkv_bias"]
+        heads = qkv.shape[:-3] + (config.num_q_heads, config.head_dim)
+        q = rotate(qkv[..., :group, :].reshape(heads), *angles)
+        k = rotate(qkv[..., group, :], *angles)
+        out, cache = attend(config, q, k, qkv[..., group + 1, :], cache, context)
+        out = linear(out.reshape(*qkv.shape[:-2], group, config.head_dim), layer["out"], inputs=3)
+        x += out + layer["out_bias"] if config.output_bias else out
+    with jax.named_scope("mlp"):
+        normed = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        both = linear(normed, layer["gate_up"])
+        if config.mlp_bias:
+            both += layer["gate_up_bias"]
+        down = linear(ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :], layer["down"])
+        x += down + layer["down_bias"] if config.mlp_bias else down
+    return x, cache
+
+
+def logits(weights: dict[str, Any], hidden: Float[Array, "... d_model"]) -> Float[Array, "... vocab"]:
+    """Float32 scores over the vocabulary."""
+    with jax.named_scope("head"):
+        return linear(hidden, weights["head"]).astype(jnp.float32)
+
+
+def attend_dense(config: ModelConfig, q, k, v, cache, context):
+    """Causal attention within whole sequences: q, k, v [batch, length, heads, head_dim]; nothing is cached."""
+    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
+    scale = config.head_dim**-0.5
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=window), cache
+
+
+def forward(params: Params, tokens: Int32[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
+    """Logits after every token of whole sequences, differentiable: the model as a trainer uses it.
+
+    tokens: int32 [batch, length], no padding (a causal model may be padded at the end: later tokens change nothing).
+    """
+    config = params.config
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be [batch, length], got shape {tokens.shape}")
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    rope_lens = jnp.full_like(positions, tokens.shape[1])
+    caches = (None,) * config.num_layers
+    hidden, _ = decode(params.weights, config, tokens, positions, rope_lens, attend_dense, caches, None)
+    return logits(params.weights, hidden)

@@ -1,0 +1,97 @@
+"""The meaning of `ragged_paged_attention`, in plain XLA: blocks of queries, each over the pages it can see."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention import reference as decode
+
+QUERIES = 128  # queries of one row taken at once
+TOKENS = 256  # tokens of its context read in one turn
+
+
+def ragged_paged_attention(
+    q, k_pages, v_pages, block_tables, context_lens, query_starts, *, scale, sliding_window, soft_cap
+):
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_seqs = block_tables.shape[0]
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    pages = max(1, min(TOKENS // page_size, block_tables.shape[1]))
+    tokens = pages * page_size
+    queries = min(QUERIES, num_tokens)
+    query_lens = query_starts[1:] - query_starts[:-1]
+
+    # Rows with a single query, most of a mixed batch, would waste a whole block each: they are decode rows.
+    single = query_lens == 1
+    last = jnp.maximum(query_starts[1:] - 1, 0)
+    single_out = decode.paged_attention(
+        q[last],
+        k_pages,
+        v_pages,
+        block_tables,
+        jnp.where(single, context_lens, 0),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+    out = jnp.zeros((num_tokens + queries, num_q_heads, head_dim), q.dtype)
+    out = out.at[jnp.where(single, last, num_tokens)].set(single_out)
+
+    # The others are cut into blocks: block i is the (i - ends[row - 1])th of its row.
+    ends = jnp.cumsum(jnp.where(single, 0, -(-query_lens // queries)))
+    q = jnp.pad(q, [(0, queries), (0, 0), (0, 0)])  # so that a slice at the end is never shifted
+    tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % pages)])
+
+    def attend_block(i, out):
+        row = jnp.searchsorted(ends, i, side="right")
+        done = (i - jnp.where(row > 0, ends[row - 1], 0)) * queries  # queries of the row in blocks before this one
+        begin = query_starts[row] + done
+        length = jnp.minimum(query_lens[row] - done, queries)
+        first_position = context_lens[row] - query_lens[row] + done
+        position = first_position + jnp.arange(queries, dtype=jnp.int32)
+        block = lax.dynamic_slice_in_dim(q, begin, queries).reshape(queries, num_kv_heads, group, head_dim)
+        block = block.transpose(1, 0, 2, 3).reshape(num_kv_heads, queries * group, head_dim)
+        end = first_position + length  # tokens that the last query sees
+
+        def turn(j, carry):
+            top, total, acc = carry
+            page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
+            at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
+            k = k_pages.at[page_ids].get(mode="promise_in_bounds")  # [pages, kv, page_size, d]
+            written = (at < end).reshape(pages, 1, page_size, 1)
+            v = jnp.where(written, v_pages.at[page_ids].get(mode="promise_in_bounds"), 0)
+            k = k.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
+            v = v.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
+            scores = jnp.einsum("kqd,ktd->kqt", block, k.astype(block.dtype), preferred_element_type=jnp.float32)
+            scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            seen = at <= position[:, None]
+            if sliding_window is not None:
+                seen &= at > position[:, None] - sliding_window
+            scores = jnp.where(seen[None, :, None], scores, decode.MASKED)
+            new_top = jnp.maximum(top, scores.max(-1))
+            keep = jnp.exp(top - new_top)
+            weights = jnp.exp(scores - new_top[..., None])
+            total = total * keep + weights.sum(-1)
+            weights = weights.astype(v.dtype).reshape(num_kv_heads, queries * group, tokens)
+            new = jnp.einsum("kqt,ktd->kqd", weights, v, preferred_element_type=jnp.float32)
+            return new_top, total, acc * keep[..., None] + new.reshape(acc.shape)
+
+        shape = (num_kv_heads, queries, group)
+        start = (
+            jnp.full(shape, decode.MASKED, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, head_dim), jnp.float32),
+        )
+        low = 0 if sliding_window is None else jnp.maximum(first_position - sliding_window + 1, 0) // tokens
+        _, total, acc = lax.fori_loop(low, -(-end // tokens), turn, start)
+        result = (acc / jnp.maximum(total, 1e-37)[..., None]).transpose(1, 0, 2, 3)
+        result = result.reshape(queries, num_q_heads, head_dim).astype(out.dtype)
+        old = lax.dynamic_slice_in_dim(out, begin, queries)
+        mine = (jnp.arange(queries) < length)[:, None, None]
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, old), begin, 0)
+
+    return lax.fori_loop(0, ends[num_seqs - 1], attend_block, out)[:num_tokens]

@@ -1,0 +1,1 @@
+"""The parts of `scripts/make_references.py`, one module for each kind of stored reference."""

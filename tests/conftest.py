@@ -1,0 +1,45 @@
+"""Shared by all tests: JAX on the CPU, one cache of compiled programs, deterministic hypothesis, the small model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Set before anything imports JAX. The workers of one run, and the runs after it, share what was compiled.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import hypothesis
+import pytest
+
+from jpaged.small_model import small_model_path
+
+hypothesis.settings.register_profile(
+    "jpaged",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("jpaged")
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the repository."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    """The path of the small real model (GGUF)."""
+    try:
+        return small_model_path(download="CI" in os.environ)
+    except OSError as error:
+        if "CI" in os.environ:
+            pytest.fail(f"the small model is needed in CI: {error}")
+        pytest.skip(str(error))

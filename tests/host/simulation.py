@@ -1,0 +1,229 @@
+"""A model of the whole engine without a device: random workloads, a numpy stand-in for `step`, and the property that
+any pool, any budget, any order of arrival and any abort give every request the tokens it gets alone.
+
+The stand-in reads nothing but the packed `Batch`. Like a transformer of two layers it writes a value for each token
+into its slot, reads the history back through block tables and context lengths, writes what it made of it into a second
+layer, and draws from a hash of that layer's history and of the row's sampling values. So any wrong page, slot,
+position, length, order or sampling row, now or in an earlier chunk, changes a token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.host import batch as batch_module
+from jpaged.host.batch import Batch, Buckets
+from jpaged.host.page_pool import PagePool
+from jpaged.host.request import Request, RequestStatus
+from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.scheduler import Scheduler
+
+VOCAB_SIZE = 11
+EOS = frozenset({0})
+MAX_LEN = 48
+MASK = 2**64 - 1
+
+
+def mix(x: int) -> int:
+    """A 64-bit hash (the finalizer of splitmix64)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+MIX = np.vectorize(mix, otypes=[np.uint64])
+TOKEN_VALUES = np.array(
+    [[mix(token * 1000 + at + 1) for at in range(MAX_LEN)] for token in range(VOCAB_SIZE)], np.uint64
+)
+WEIGHTS = np.array([mix(at + 1) | 1 for at in range(MAX_LEN)], np.uint64)
+
+
+def draw(state: int, temperature, top_k, top_p, min_p, high, low, banned) -> tuple[int, float]:
+    """The token and the "log-probability" that a row with this state and these sampling values draws."""
+    constants = struct.pack("<fiffII", temperature, top_k, top_p, min_p, high, low)
+    for word in struct.unpack("<QQQ", constants):
+        state = mix(state ^ word)
+    token = state % VOCAB_SIZE
+    while token in banned:
+        token = (token + 1) % VOCAB_SIZE
+    return token, -(state % 4096) / 256
+
+
+class FakeDevice:
+    def __init__(self, num_pages: int, page_size: int):
+        self.page_size = page_size
+        stale = np.random.default_rng(0).integers(1, 2**63, (2, num_pages * page_size), np.uint64)
+        self.first_layer, self.second_layer = stale
+
+    def step(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        num_rows = len(batch.context_lens)
+        query_starts = np.arange(num_rows + 1) if batch.query_starts is None else batch.query_starts
+        self.first_layer[batch.slot_mapping] = TOKEN_VALUES[batch.token_ids, batch.positions]
+
+        histories = []
+        for row in range(num_rows):
+            seen = np.arange(batch.context_lens[row])
+            history = batch.block_tables[row, seen // self.page_size] * self.page_size + seen % self.page_size
+            queries = slice(query_starts[row], query_starts[row + 1])
+            histories.append(history)
+            if len(history):
+                states = np.cumsum(self.first_layer[history] * WEIGHTS[seen])
+                states = states[len(states) - (queries.stop - queries.start) :]  # causal: each sees up to itself
+                self.second_layer[batch.slot_mapping[queries]] = MIX(states)
+
+        sampled, logprobs = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+        for row, history in enumerate(histories):
+            state = int(np.sum(self.second_layer[history] * WEIGHTS[: len(history)]))
+            *constants, seed, banned_ids = (values[row] for values in batch.sampling)
+            sampled[row], logprobs[row] = draw(state, *constants, *seed, banned_ids.tolist())
+        return sampled, logprobs
+
+
+@dataclass
+class Arrival:
+    """A request of a workload: when it comes, and when, if ever, it is aborted."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    max_tokens: int
+    step: int
+    abort_step: int | None
+    abort_in_flight: bool  # between schedule() and update()
+
+
+@dataclass
+class Workload:
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    arrivals: list[Arrival]
+
+
+def draw_workload(integer: Callable[[int, int], int]) -> Workload:
+    """A workload from any source of whole numbers between two bounds, the bounds included."""
+
+    def chance(percent: int) -> bool:
+        return integer(1, 100) > 100 - percent
+
+    page_size = (1, 2, 3, 4, 8, 16)[integer(0, 5)]
+    max_model_len = integer(2, MAX_LEN)
+    arrivals = []
+    for _ in range(integer(1, 9)):
+        max_tokens = integer(1, max_model_len)
+        sampling = SamplingParams(
+            temperature=integer(0, 2) / 2,
+            top_k=integer(-1, 3),
+            top_p=integer(1, 4) / 4,
+            min_p=integer(0, 2) / 4,
+            max_tokens=None,
+            min_tokens=integer(0, max_tokens) if chance(30) else 0,
+            stop_token_ids=[integer(0, VOCAB_SIZE - 1)] if chance(20) else None,
+            ignore_eos=chance(60),
+        )
+        prompt = [integer(0, VOCAB_SIZE - 1) for _ in range(integer(1, max_model_len - 1))]
+        step = integer(0, 12)
+        abort_step = step + integer(0, 12) if chance(20) else None
+        arrivals.append(Arrival(prompt, sampling, integer(0, MASK), max_tokens, step, abort_step, chance(50)))
+    return Workload(
+        page_size=page_size,
+        num_pages=1 + -(-max_model_len // page_size) + (integer(0, 8) if chance(80) else 100),
+        max_num_seqs=integer(1, 10),
+        max_num_batched_tokens=integer(1, 12) if chance(50) else integer(1, 100),
+        max_model_len=max_model_len,
+        arrivals=arrivals,
+    )
+
+
+def alone(arrival: Arrival, max_model_len: int) -> tuple[list[int], list[float], str, int | None]:
+    """What a request must generate, from its definition alone: tokens, log-probabilities, finish and stop reason."""
+    sampling, tokens = arrival.sampling, list(arrival.prompt)
+    outputs, logprobs, first_state, second_state = [], [], 0, 0
+    ending_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else EOS)
+    at = 0
+    while True:
+        for token in tokens[at:]:
+            first_state = (first_state + int(TOKEN_VALUES[token, at]) * int(WEIGHTS[at])) & MASK
+            second_state = (second_state + mix(first_state) * int(WEIGHTS[at])) & MASK
+            at += 1
+        constants = sampling.temperature, max(sampling.top_k, 0), sampling.top_p, sampling.min_p
+        banned = ending_ids if len(outputs) < sampling.min_tokens else ()
+        token, logprob = draw(second_state, *constants, arrival.seed >> 32, arrival.seed & 0xFFFFFFFF, banned)
+        tokens.append(token)
+        outputs.append(token)
+        logprobs.append(logprob)
+        if token in ending_ids:
+            return outputs, logprobs, "stop", token if token in sampling.stop_token_ids else None
+        if len(outputs) == arrival.max_tokens or len(tokens) == max_model_len:
+            return outputs, logprobs, "length", None
+
+
+def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
+    """Serves a workload and asserts the property. Without `check_accounts`, by the tokens alone."""
+    pool = PagePool(workload.num_pages, workload.page_size)
+    limits = workload.max_num_seqs, workload.max_num_batched_tokens, workload.max_model_len
+    scheduler = Scheduler(
+        pool, max_num_seqs=limits[0], max_num_batched_tokens=limits[1], max_model_len=workload.max_model_len
+    )
+    buckets = Buckets.make(*limits, workload.page_size)
+    device = FakeDevice(workload.num_pages, workload.page_size)
+    requests, tokens_when_aborted = {}, {}
+
+    def abort(step: int, in_flight: bool) -> None:
+        for index, arrival in enumerate(workload.arrivals):
+            if arrival.abort_step == step and arrival.abort_in_flight == in_flight and scheduler.abort(str(index)):
+                tokens_when_aborted[index] = list(requests[index].output_token_ids)
+        if check_accounts:
+            scheduler.check()
+
+    # The oldest request advances in each step, and none computes more tokens than this while it is the oldest.
+    most_steps = sum(min(len(one.prompt) + one.max_tokens, workload.max_model_len) for one in workload.arrivals)
+    num_steps, step = 0, -1
+    while scheduler.has_unfinished or step < 12:
+        step += 1
+        for index, arrival in enumerate(workload.arrivals):
+            if arrival.step == step:
+                asked = arrival.prompt, arrival.sampling, arrival.seed, EOS, arrival.max_tokens
+                requests[index] = Request(str(index), *asked)
+                scheduler.add(requests[index])
+        abort(step, in_flight=False)
+        plan = scheduler.schedule()
+        assert (plan is not None) == scheduler.has_unfinished, "nothing is planned while requests are unfinished"
+        if plan is None:
+            continue
+        if check_accounts:
+            scheduler.check()
+        assert sum(row.num_tokens for row in plan.rows) == plan.num_tokens <= limits[1], "the budget is exceeded"
+        assert len(plan.rows) <= limits[0] and all(row.num_tokens > 0 for row in plan.rows)
+        num_steps += 1
+        assert num_steps <= most_steps, "no progress"
+
+        batch, rows = batch_module.pack(plan.rows, buckets, VOCAB_SIZE)
+        shape = len(batch.token_ids), len(batch.context_lens), batch.query_starts is None
+        assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"
+        sampled, logprobs = device.step(batch)
+        abort(step, in_flight=True)
+        scheduler.update(plan._replace(rows=rows), sampled, logprobs)
+        if check_accounts:
+            scheduler.check()
+
+    for index, request in requests.items():
+        tokens, logprobs, finish_reason, stop_reason = alone(workload.arrivals[index], workload.max_model_len)
+        assert request.status is RequestStatus.FINISHED
+        if index in tokens_when_aborted:
+            assert request.output_token_ids == tokens_when_aborted[index], "tokens came after the abort"
+            assert request.output_token_ids == tokens[: len(request.output_token_ids)]
+            assert request.finish_reason == "abort"
+        else:
+            assert request.output_token_ids == tokens, "other tokens than alone"
+            assert request.output_logprobs == logprobs
+            assert (request.finish_reason, request.stop_reason) == (finish_reason, stop_reason)
+    if check_accounts:
+        assert pool.num_free == workload.num_pages - 1, "pages are lost"
+    return scheduler

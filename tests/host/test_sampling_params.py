@@ -1,0 +1,112 @@
+import pytest
+
+from jpaged.host.sampling_params import MAX_N, SamplingParams
+
+
+def test_by_default_a_sample_of_sixteen_tokens_is_drawn_from_the_unmodified_distribution():
+    sampling = SamplingParams()
+    assert (sampling.n, sampling.max_tokens, sampling.min_tokens) == (1, 16, 0)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.seed) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1),
+        ("n", MAX_N),
+        ("temperature", 0),
+        ("temperature", 2.5),
+        ("top_k", -1),
+        ("top_k", 0),
+        ("top_k", 50),
+        ("top_p", 1),
+        ("top_p", 0.01),
+        ("min_p", 0),
+        ("min_p", 1.0),
+        ("max_tokens", 1),
+        ("max_tokens", None),
+        ("min_tokens", 16),
+        ("seed", 0),
+        ("seed", -(2**63)),
+        ("seed", 2**64 - 1),
+    ],
+)
+def test_the_ends_of_every_range_are_allowed(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", MAX_N + 1),
+        ("n", 1.0),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_p", -0.5),
+        ("top_p", float("nan")),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+        ("max_tokens", 2.0),
+        ("min_tokens", -1),
+        ("min_tokens", None),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("seed", 0.5),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop", False),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "2"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", [True]),
+        ("include_stop_str_in_output", 1),
+        ("ignore_eos", None),
+        ("logprobs", 5),
+        ("skip_special_tokens", "no"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_with_the_value(name, value):
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(**{name: value})
+    assert f"{name} must be" in str(refused.value)
+    assert f"got {value!r}" in str(refused.value)
+
+
+def test_min_tokens_beyond_max_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"min_tokens \(17\) must not exceed max_tokens \(16\)"):
+        SamplingParams(min_tokens=17)
+    assert SamplingParams(min_tokens=17, max_tokens=None).min_tokens == 17
+
+
+def test_one_stop_string_is_not_a_list_of_letters():
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    assert SamplingParams(temperature=1e-5).temperature == 0.0
+    assert SamplingParams(temperature=1e-3).temperature == 1e-3
+
+
+def test_equal_parameters_are_one_key():
+    assert len({SamplingParams(stop=["a"]), SamplingParams(stop=("a",)), SamplingParams(stop="a")}) == 1
+
+
+def test_parameters_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2

@@ -1,0 +1,287 @@
+"""The property of `simulation` is worth its name: it fails under each of these bugs, planted on purpose.
+
+A bug marked TOKENS changes tokens, and must be caught without the checks of accounts, by the stand-in device alone.
+"""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import simulation
+
+from jpaged.host import batch
+from jpaged.host.page_pool import PagePool
+from jpaged.host.request import Request, RequestStatus
+from jpaged.host.scheduler import Row, Scheduler
+
+NUM_WORKLOADS = 60
+ACCOUNTS, TOKENS = True, False
+BUGS: dict[str, tuple[bool, Callable[[pytest.MonkeyPatch], None]]] = {}
+
+
+def bug(found_by: bool):
+    def register(plant):
+        BUGS[plant.__name__] = found_by, plant
+        return plant
+
+    return register
+
+
+def change_batch(patch, change):
+    """Plants a bug in what `pack` returns: `change(batch, rows, page_size)` gives the fields to replace."""
+    pack = batch.pack
+
+    def changed(rows, buckets, vocab_size):
+        packed, rows = pack(rows, buckets, vocab_size)
+        return packed._replace(**change(packed, rows, buckets.page_size)), rows
+
+    patch.setattr(batch, "pack", changed)
+
+
+@bug(ACCOUNTS)
+def a_preemption_forgets_to_release_the_pages(patch):
+    preempt = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", lambda self: (self.running[-1].drop_pages(), preempt(self))[1])
+
+
+@bug(ACCOUNTS)
+def a_preempted_request_is_served_in_the_same_step(patch):
+    preempt = Scheduler._preempt_last
+
+    def still_running(self):
+        request = preempt(self)
+        request.status = RequestStatus.RUNNING
+        return request
+
+    patch.setattr(Scheduler, "_preempt_last", still_running)
+
+
+@bug(ACCOUNTS)
+def an_abort_leaks_the_pages(patch):
+    def abort(self, request_id):
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.drop_pages()
+            self.finish(request, "abort")
+        return request
+
+    patch.setattr(Scheduler, "abort", abort)
+
+
+@bug(ACCOUNTS)
+def a_finished_request_releases_its_pages_twice(patch):
+    release = PagePool.release
+    patch.setattr(PagePool, "release", lambda self, page_ids: (release(self, page_ids), release(self, page_ids[:1])))
+
+
+@bug(ACCOUNTS)
+def the_budget_is_one_too_large(patch):
+    schedule = Scheduler.schedule
+
+    def generous(self):
+        self.max_num_batched_tokens += 1
+        plan = schedule(self)
+        self.max_num_batched_tokens -= 1
+        return plan
+
+    patch.setattr(Scheduler, "schedule", generous)
+
+
+@bug(ACCOUNTS)
+def a_preempted_request_goes_to_the_end_of_the_queue(patch):
+    preempt = Scheduler._preempt_last
+
+    def sent_back(self):
+        request = preempt(self)
+        self.waiting.rotate(-1)
+        return request
+
+    patch.setattr(Scheduler, "_preempt_last", sent_back)
+
+
+@bug(ACCOUNTS)
+def a_page_is_handed_out_twice(patch):
+    acquire = PagePool.acquire
+
+    def careless(self, num_pages):
+        page_ids = acquire(self, num_pages)
+        if page_ids and len(self._free) % 3 == 0:
+            self._free.insert(0, page_ids[0])
+        return page_ids
+
+    patch.setattr(PagePool, "acquire", careless)
+
+
+@bug(TOKENS)
+def a_preempted_request_keeps_num_computed_tokens(patch):
+    def drop_pages(self):
+        page_ids, self.page_ids, self.block_table = self.page_ids, [], None
+        return page_ids
+
+    patch.setattr(Request, "drop_pages", drop_pages)
+
+
+@bug(TOKENS)
+def a_preempted_request_loses_its_outputs(patch):
+    preempt = Scheduler._preempt_last
+
+    def forgetful(self):
+        request = preempt(self)
+        request.output_token_ids.clear()
+        return request
+
+    patch.setattr(Scheduler, "_preempt_last", forgetful)
+
+
+@bug(TOKENS)
+def the_block_table_is_not_refreshed_after_a_preemption(patch):
+    add_pages, drop_pages = Request.add_pages, Request.drop_pages
+
+    def drop_page_ids(self):
+        table, page_ids = self.block_table, drop_pages(self)
+        self.block_table = table
+        return page_ids
+
+    def fill_up(self, page_ids, pages_per_seq):
+        stale = 0 if self.block_table is None else self.block_table.copy()
+        add_pages(self, page_ids, pages_per_seq)
+        self.block_table = np.where(stale, stale, self.block_table)
+
+    patch.setattr(Request, "drop_pages", drop_page_ids)
+    patch.setattr(Request, "add_pages", fill_up)
+
+
+@bug(TOKENS)
+def the_first_slot_of_a_page_is_one_too_low(patch):
+    def change(packed, rows, page_size):
+        at_border = (packed.positions % page_size == 0) & (packed.slot_mapping >= page_size)
+        return {"slot_mapping": packed.slot_mapping - at_border}
+
+    change_batch(patch, change)
+
+
+@bug(TOKENS)
+def padding_is_written_to_the_last_page(patch):
+    acquire = PagePool.acquire
+
+    def from_the_end(self, num_pages):
+        self._free.sort()
+        return acquire(self, num_pages)
+
+    def change(packed, rows, page_size):
+        num_tokens = sum(row.num_tokens for row in rows)
+        slots = packed.slot_mapping.copy()
+        slots[num_tokens:] = -1  # as an index it wraps around
+        return {"slot_mapping": slots}
+
+    patch.setattr(PagePool, "acquire", from_the_end)  # no bug, but the last page is in use
+    change_batch(patch, change)
+
+
+@bug(TOKENS)
+def context_lens_exclude_this_step(patch):
+    def change(packed, rows, page_size):
+        context_lens = packed.context_lens.copy()
+        context_lens[: len(rows)] -= [row.num_tokens for row in rows]
+        return {"context_lens": context_lens}
+
+    change_batch(patch, change)
+
+
+@bug(TOKENS)
+def positions_start_again_in_each_chunk(patch):
+    def change(packed, rows, page_size):
+        positions = np.zeros_like(packed.positions)
+        counted = [at for row in rows for at in range(row.num_tokens)]
+        positions[: len(counted)] = counted
+        return {"positions": positions}
+
+    change_batch(patch, change)
+
+
+@bug(TOKENS)
+def sampling_values_stay_in_the_order_of_the_plan(patch):
+    pack = batch.pack
+
+    def unsorted(plan_rows, buckets, vocab_size):
+        packed, rows = pack(plan_rows, buckets, vocab_size)
+        requests = [row.request for row in plan_rows]
+        sampling = batch._pack_sampling(requests, len(packed.context_lens), vocab_size)
+        return packed._replace(sampling=sampling), rows
+
+    patch.setattr(batch, "pack", unsorted)
+
+
+@bug(TOKENS)
+def results_are_taken_in_the_order_of_the_plan(patch):
+    pack = batch.pack
+    patch.setattr(batch, "pack", lambda rows, *shape: (pack(rows, *shape)[0], rows))
+
+
+@bug(TOKENS)
+def a_chunk_that_does_not_reach_the_last_token_samples(patch):
+    patch.setattr(Row, "samples", property(lambda row: True))
+
+
+@bug(TOKENS)
+def a_step_planned_before_an_abort_still_adds_its_token(patch):
+    update = Scheduler.update
+
+    def heedless(self, plan, sampled, logprobs):
+        for row, token in zip(plan.rows, sampled):
+            if row.request.status is RequestStatus.FINISHED:
+                row.request.append(int(token), 0.0, 0.0)
+        return update(self, plan, sampled, logprobs)
+
+    patch.setattr(Scheduler, "update", heedless)
+
+
+@bug(TOKENS)
+def min_tokens_bans_one_token_too_few(patch):
+    pack_sampling = batch._pack_sampling
+
+    def short(requests, batch_rows, vocab_size):
+        packed = pack_sampling(requests, batch_rows, vocab_size)
+        banned_ids = packed.banned_ids.copy()
+        for row, request in enumerate(requests):
+            if len(request.output_token_ids) + 1 == request.sampling.min_tokens:
+                banned_ids[row] = vocab_size
+        return packed._replace(banned_ids=banned_ids)
+
+    patch.setattr(batch, "_pack_sampling", short)
+
+
+@bug(TOKENS)
+def max_tokens_is_one_too_many(patch):
+    end = Request.end
+
+    def late(self, max_model_len):
+        self.max_tokens += 1
+        ended = end(self, max_model_len)
+        self.max_tokens -= 1
+        return ended
+
+    patch.setattr(Request, "end", late)
+
+
+def failure(check_accounts: bool) -> AssertionError | None:
+    """What the property says of the first of the random workloads that breaks it; None if it holds for all."""
+    for seed in range(NUM_WORKLOADS):
+        try:
+            simulation.run(simulation.draw_workload(random.Random(seed).randint), check_accounts)
+        except AssertionError as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize("check_accounts", [ACCOUNTS, TOKENS])
+def test_without_a_bug_the_property_holds(check_accounts):
+    assert failure(check_accounts) is None
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_property_fails_if(name, monkeypatch):
+    check_accounts, plant = BUGS[name]
+    plant(monkeypatch)
+    assert failure(check_accounts) is not None
