@@ -11,28 +11,34 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from jpaged.checkpoint import load, save
-    from jpaged.device.params import Params
-    from jpaged.engine.engine import Engine
-    from jpaged.engine.outputs import RequestOutput
-    from jpaged.host.config import EngineConfig
-    from jpaged.host.sampling_params import SamplingParams
-    from jpaged.models.config import ModelConfig
-    from jpaged.models.decoder import forward
+    from jpaged.checkpoint import load as load
+    from jpaged.device.params import Params as Params
+    from jpaged.engine.api import generate as generate
+    from jpaged.engine.api import stream as stream
+    from jpaged.engine.engine import Engine as Engine
+    from jpaged.engine.llm import LLM as LLM
+    from jpaged.engine.outputs import RequestOutput as RequestOutput
+    from jpaged.host.config import EngineConfig as EngineConfig
+    from jpaged.host.sampling_params import SamplingParams as SamplingParams
+    from jpaged.models.config import ModelConfig as ModelConfig
+    from jpaged.models.decoder import forward as forward
 
 _HOMES = {
     "Engine": "jpaged.engine.engine",
     "EngineConfig": "jpaged.host.config",
+    "LLM": "jpaged.engine.llm",
     "ModelConfig": "jpaged.models.config",
     "Params": "jpaged.device.params",
     "RequestOutput": "jpaged.engine.outputs",
     "SamplingParams": "jpaged.host.sampling_params",
     "forward": "jpaged.models.decoder",
+    "generate": "jpaged.engine.api",
     "load": "jpaged.checkpoint",
-    "save": "jpaged.checkpoint",
+    "stream": "jpaged.engine.api",
 }
 
 __all__ = [
+    "LLM",
     "Engine",
     "EngineConfig",
     "ModelConfig",
@@ -40,8 +46,9 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "forward",
+    "generate",
     "load",
-    "save",
+    "stream",
 ]
 
 

@@ -247,6 +247,9 @@ def main() -> None:
     logs = args.logs or pathlib.Path(tempfile.mkdtemp(prefix="compare-engines-"))
     logs.mkdir(parents=True, exist_ok=True)
 
+    # An ended comparison must not leave stopped engines behind: make a termination run the `finally` below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     workers: list[Worker] = []
     try:
         for spec in args.engine:

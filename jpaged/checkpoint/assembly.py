@@ -19,6 +19,7 @@ from jpaged.models.published import Part, Weight, published_shape, published_vie
 
 BLOCK_BYTES = 2 << 20  # of float32 that are decoded at a time: small beside any weight, and stays in cache
 MAX_THREADS = 4
+ALIGNMENT = 64
 
 
 class Planned(NamedTuple):
@@ -132,8 +133,8 @@ def sharding_for(sharding: Any, path: str, shape: tuple[int, ...]) -> jax.shardi
     if sharding is not None:
         try:
             sharding.shard_shape(shape)
-        except ValueError as error:
-            raise ValueError(f"sharding for weight {path} of shape {shape} does not fit: {error}") from None
+        except (ValueError, IndexError) as error:  # IndexError: its spec has more axes than the weight
+            raise ValueError(f"{sharding} does not fit weight {path} of shape {shape}: {error}") from None
     return sharding
 
 
@@ -142,7 +143,7 @@ def make(planned: list[Planned], dtype: np.dtype, *, gguf: bool) -> dict[str, An
     tree: dict[str, Any] = {}
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         for item in planned:
-            array = np.empty(item.shape, dtype)
+            array = _aligned(item.shape, dtype)
             jobs = []
             for part, source in zip(item.weight.parts, item.sources, strict=True):
                 view = published_view(array, item.weight, part, gguf=gguf)
@@ -170,6 +171,14 @@ def blocks(view: np.ndarray, num_columns: int, start: int = 0) -> Iterator[tuple
             yield piece, at, at + len(piece) * rows_each
 
 
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array at the alignment from which the CPU backend adopts memory instead of copying it."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _fill(job: tuple[StoredTensor, np.ndarray, int, int]) -> None:
     source, view, start, stop = job
     view[...] = read_rows(source, start, stop).reshape(view.shape)
@@ -178,8 +187,9 @@ def _fill(job: tuple[StoredTensor, np.ndarray, int, int]) -> None:
 def _to_device(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is None:
         placed = jax.device_put(array)
-    else:  # each device takes its own piece only
+    else:  # each device takes its own piece
         placed = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    # `array` is dropped now: what a device adopted belongs to it alone.
     return placed.block_until_ready()  # else copies under way pile up on the host
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import click
 
 from jpaged.cli.generate import figures
-from jpaged.cli.options import OpenedEngine, engine_options, open_engine, sampling_from, sampling_options
+from jpaged.cli.options import (
+    OpenedEngine,
+    engine_for_one,
+    engine_options,
+    open_engine,
+    sampling_from,
+    sampling_options,
+)
 
 HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -27,7 +34,7 @@ def chat(system: str | None, stats: bool, **options: Any) -> None:
     sampling = sampling_from(options)
     if sampling.n != 1:
         raise click.UsageError("a chat has one answer at a time; leave -n out")
-    opened = open_engine(options, max_num_seqs=1)
+    opened = open_engine(options, **engine_for_one())
     if not getattr(opened.tokenizer, "chat_template", None):
         raise click.UsageError("this model has no chat template; use `jpaged generate --raw`")
     Conversation(opened, sampling, system, stats).run()

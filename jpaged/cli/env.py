@@ -13,7 +13,7 @@ import click
 from jpaged import __version__
 from jpaged.small_model import cache_dir, small_model_path
 
-PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub")
+PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "gguf", "huggingface_hub")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 

@@ -49,6 +49,7 @@ class Detokenizer:
         self._state = 0  # of the automaton
         self._held = ""  # decoded, but may be the beginning of a stop string
         self._parts: list[str] = []
+        self._num_chars = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
         self._begin_in_prompt(prompt_tail)
 
@@ -62,6 +63,11 @@ class Detokenizer:
             if sum(map(len, pieces)) >= 3:  # no unfinished character is longer
                 break
         self._utf8.decode(b"".join(reversed(pieces)))
+
+    @property
+    def num_chars(self) -> int:
+        """The length of `text`, without joining it."""
+        return self._num_chars
 
     @property
     def text(self) -> str:
@@ -89,6 +95,7 @@ class Detokenizer:
         visible = self._show(self._utf8.decode(b"", final=True))
         held, self._held = self._held, ""
         self._parts.append(held)
+        self._num_chars += len(held)
         return visible + held
 
     def _show(self, new: str) -> str:
@@ -97,6 +104,7 @@ class Detokenizer:
         else:
             visible, self._held = self._split(self._held + new, len(self._held))
         self._parts.append(visible)
+        self._num_chars += len(visible)
         return visible
 
     def _split(self, text: str, num_old: int) -> tuple[str, str]:

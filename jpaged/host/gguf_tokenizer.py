@@ -94,7 +94,9 @@ def build(fields: Mapping[str, Any]) -> GGUFTokenizer:
     def special(name: str) -> int | None:
         i = fields.get(f"tokenizer.ggml.{name}_token_id", default.get(name))
         if i is not None and not 0 <= i < len(tokens):
-            raise ValueError(f"tokenizer.ggml.{name}_token_id is {i}, outside of the vocabulary of {len(tokens)} tokens")
+            raise ValueError(
+                f"tokenizer.ggml.{name}_token_id is {i}, outside of the vocabulary of {len(tokens)} tokens"
+            )
         return i
 
     bos, eos = special("bos"), special("eos")
@@ -172,9 +174,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: list[str], types: Sequence
     to_meta = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*to_meta, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 
 

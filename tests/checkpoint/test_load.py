@@ -211,7 +211,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from jpaged.checkpoint import load
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-spread, whole, third = NamedSharding(mesh, P(("a", "b"))), NamedSharding(mesh, P()), SingleDeviceSharding(jax.devices()[2])
+spread, whole = NamedSharding(mesh, P(("a", "b"))), NamedSharding(mesh, P())
+third = SingleDeviceSharding(jax.devices()[2])
 heads = NamedSharding(mesh, P(None, "a"))
 expected = load(sys.argv[1])
 
@@ -224,14 +225,12 @@ layer = {name: whole for name in expected.weights["layers"][0]}
 tree = {"embed": spread, "head": third, "final_norm": None, "layers": (layer, whole, {**layer, "qkv": heads})}
 for sharding, check in [
     (None, lambda w: w["embed"].devices() == {jax.devices()[0]}),
-    (spread, lambda w: w["layers"][1]["out"].sharding == spread if False else w["embed"].sharding == spread),
+    (whole, lambda w: w["layers"][1]["out"].sharding == whole),
     (third, lambda w: w["layers"][2]["qkv"].devices() == {jax.devices()[2]}),
     (by_path, lambda w: w["layers"][1]["qkv"].sharding == heads and w["head"].devices() == {jax.devices()[0]}),
     (tree, lambda w: w["layers"][2]["qkv"].sharding == heads and w["layers"][0]["qkv"].sharding == whole
         and w["embed"].sharding == spread and w["head"].devices() == {jax.devices()[2]}),
 ]:
-    if sharding is spread:
-        sharding = lambda path, shape: spread if shape[0] % 4 == 0 else whole
     weights = load(sys.argv[1], sharding=sharding).weights
     assert check(weights), sharding
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), weights, expected.weights)
@@ -239,8 +238,9 @@ assert seen["layers.2.qkv"] == (64, 2, 4, 16) and len(seen) == 21
 assert weights["embed"].addressable_shards[3].data.shape == (80, 64)
 
 for sharding, words in [
-    (NamedSharding(mesh, P(None, ("a", "b"))), "layers.0.qkv"),  # 2 KV heads over 4 devices
-    ({"head": whole}, "embed"),
+    (spread, "layers.0.out"),  # 2 KV heads over 4 devices
+    (heads, "final_norm"),  # one axis only
+    ({"head": whole}, "nothing for weight "),
     (lambda path, shape: "gpu:0", "gpu:0"),
 ]:
     try:

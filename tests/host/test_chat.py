@@ -92,7 +92,7 @@ def test_a_template_with_bad_syntax_is_an_error_about_the_template():
     "template",
     [
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__.os }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__ }}{{ lipsum.__globals__['os'] }}",
     ],

@@ -1,0 +1,187 @@
+"""Owns `generate` and `stream`: the engine as a function of the params at hand."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jpaged.device.params import Params
+from jpaged.engine.engine import Engine
+from jpaged.engine.outputs import RequestOutput
+from jpaged.engine.progress import Progress
+from jpaged.engine.prompt import Prompt
+from jpaged.host.config import EngineConfig
+from jpaged.host.sampling_params import SamplingParams
+
+MAX_ENGINES = 2  # kept at once: each holds a KV pool
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Prompt]
+
+_engines: OrderedDict[Any, Engine] = OrderedDict()
+_lock = threading.RLock()
+
+
+def generate(
+    params: Params,
+    prompts: Prompts,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    progress: bool | None = None,
+    **options: Any,
+) -> list[RequestOutput]:
+    """Generate for each prompt; results in the order of the prompts.
+
+    params: from `jpaged.load`, or any tree like it. Its arrays are used where they lie.
+    prompts: one prompt or a list of them; each is text, a list of token ids, or a list of chat messages.
+    sampling: one `SamplingParams` for all, or one per prompt.
+    progress: a progress bar on standard error; None shows it on a terminal, for work that takes a while.
+    options: fields of `EngineConfig`.
+
+    The engine (compiled programs, KV pool) is kept for the next call with params of the same config, shapes, dtypes and
+    shardings and the same options: new weights cost no compilation. The params themselves are not kept.
+    Raises ValueError for bad input, before anything is generated.
+    """
+    prompt_list = as_prompts(prompts)
+    with _lock:
+        engine = _engine_for(params, options)
+        try:
+            return run(engine, prompt_list, sampling, progress=progress)
+        finally:
+            engine.weights = None
+
+
+def stream(
+    params: Params,
+    prompts: Prompts,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    **options: Any,
+) -> Iterator[RequestOutput]:
+    """As `generate`, but yields a request's output each time that it grows; `outputs[0].text` is the text so far.
+
+    Of several prompts, `request_id` is the prompt's place in the list, as text. Leaving the loop aborts the rest.
+    """
+    prompt_list = as_prompts(prompts)
+    with _lock:
+        engine = _engine_for(params, options)
+        # Requests are checked and queued now and not at the first `next`, so that an error comes from this call.
+        ids = _add_all(engine, prompt_list, sampling, names=[str(i) for i in range(len(prompt_list))])
+    return _stream(engine, ids)
+
+
+def _stream(engine: Engine, ids: list[str]) -> Iterator[RequestOutput]:
+    try:
+        while engine.has_unfinished_requests():
+            yield from engine.step()
+    finally:
+        for request_id in ids:
+            engine.abort(request_id)
+        engine.weights = None
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "__array__"):
+        return [row for row in prompts] if getattr(prompts, "ndim", 1) > 1 else [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}")
+    prompts = list(prompts)
+    if prompts and not isinstance(prompts[0], (str, Sequence)) and not hasattr(prompts[0], "__len__"):
+        return [prompts]  # a list of token ids
+    if prompts and isinstance(prompts[0], Mapping):
+        return [prompts]  # a list of messages
+    return prompts
+
+
+def run(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    progress: bool | None,
+) -> list[RequestOutput]:
+    """Serve these prompts to their end. If anything goes wrong, none of them stays behind in the engine."""
+    ids = _add_all(engine, prompts, sampling, names=None)
+    finished: dict[str, RequestOutput] = {}
+    show = sys.stderr.isatty() if progress is None else progress
+    try:
+        with Progress(len(ids), at_once=progress is True) if show else _Silent() as bar:
+            while engine.has_unfinished_requests():
+                before = engine.stats.num_output_tokens
+                for output in engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                bar.update(len(finished), engine.stats.num_output_tokens - before)
+    except BaseException:
+        for request_id in ids:
+            engine.abort(request_id)
+        raise
+    return [finished[request_id] for request_id in ids]
+
+
+class _Silent:
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def update(self, num_finished: int, new_tokens: int) -> None:
+        pass
+
+
+def _add_all(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    names: list[str] | None,
+) -> list[str]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        each = [sampling] * len(prompts)
+    else:
+        each = list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(each)} SamplingParams: give one, or one each")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling must be SamplingParams or a list of them, got {type(one).__name__}")
+    if engine.has_unfinished_requests():
+        raise ValueError("this engine is in use: finish or close the running stream first")
+    ids: list[str] = []
+    try:
+        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            ids.append(engine.add_request(prompt, one, request_id=names[i] if names else None))
+    except BaseException:
+        for request_id in ids:
+            engine.abort(request_id)
+        raise
+    return ids
+
+
+def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be a jpaged.Params, such as jpaged.load returns, got {type(params).__name__}")
+    config = EngineConfig.from_options(options)
+    leaves, structure = jax.tree.flatten(params.weights)
+    key = (
+        params.config,
+        id(params.tokenizer),
+        config,
+        structure,
+        tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "sharding", None)) for leaf in leaves),
+    )
+    engine = _engines.pop(key, None)
+    if engine is None:
+        while len(_engines) >= MAX_ENGINES:
+            _engines.popitem(last=False)
+        engine = Engine(params, config)
+    _engines[key] = engine
+    if not engine.has_unfinished_requests():
+        engine.weights = params.weights
+    return engine
