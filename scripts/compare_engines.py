@@ -11,9 +11,9 @@ An engine is `NAME=PYTHON:MODEL[:KEY=VALUE,...]`. The adapter in `scripts/engine
 Every engine lives in its own environment and process; this file needs the standard library alone.
 
 Engines load and warm up (one whole pass over the parts) one after another, then take turns: part by part and round by
-round, A B C A B C, so that a slow phase of the machine meets them all. While one runs, the others are stopped (SIGSTOP):
-thread pools spin when idle. The cores used by *other* processes meanwhile are measured; samples above `--max-other` are
-left out of the medians where clean ones exist.
+round, A B C A B C, so that a slow phase of the machine meets them all. While one runs, the others are stopped
+(SIGSTOP), for thread pools spin when idle. The cores used by *other* processes meanwhile are measured; samples above
+`--max-other` are left out of the medians where clean ones exist.
 
 A workload is JSON with `w1`, `w2`, `w3`: lists of `{"prompt": [ids], "max_tokens": n}`, decoded greedily with
 end-of-text ignored. W1 is one streamed request: time to first token (ms), decode tokens/s after it, output tokens/s in

@@ -27,8 +27,8 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch  # noqa: E402  (after the environment is set)
-from references import checkpoints, gguf_files, smollm2  # noqa: E402
+import torch  # after the environment is set
+from references import checkpoints, gguf_files, smollm2
 
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PARTS = ("smollm2", "checkpoints", "gguf")

@@ -5,10 +5,10 @@ How to run, in the environment of `make_references.py` with sentencepiece 0.2.3 
     refs/bin/python scripts/make_tokenizer_references.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
 - `smollm2.json.xz`: the `tokenizer.json` of that model (the strings it is tested on are in `smollm2_tokenizer.json`);
-- `llama.json.xz`, `gemma.json.xz`: two small SentencePiece BPE models, trained here on the documentation that comes with
-  Python 3.11: one puts a space before the text as Llama's does, the other has user-defined pieces and adds no space, as
-  Gemma's. Each holds `fields` (GGUF metadata), `strings` (text and SentencePiece's ids) and `broken` (random ids, many of
-  them bytes, and SentencePiece's text).
+- `llama.json.xz`, `gemma.json.xz`: two small SentencePiece BPE models, trained here on the documentation that comes
+  with Python 3.11: one puts a space before the text as Llama's does, the other has user-defined pieces and adds no
+  space, as Gemma's. Each holds `fields` (GGUF metadata), `strings` (text and SentencePiece's ids) and `broken` (random
+  ids, many of them bytes, and SentencePiece's text).
 """
 
 import argparse

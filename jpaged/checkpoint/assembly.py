@@ -120,11 +120,11 @@ def sharding_for(sharding: Any, path: str, shape: tuple[int, ...]) -> jax.shardi
     if callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
         sharding = sharding(path, shape)
     for key in path.split("."):
-        if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+        if not isinstance(sharding, (Mapping, tuple, list)):
             break
         try:
             sharding = sharding[int(key) if key.isdigit() else key]
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError):
             raise ValueError(
                 f"sharding has nothing for weight {path}: add it, or None for the default device"
             ) from None

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jpaged.checkpoint.tensors import CheckpointError, StoredTensor, check_extent
@@ -21,7 +21,7 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -117,7 +117,7 @@ def engine_options(command: Callable) -> Callable:
 
 def engine_for_one(num_samples: int = 1) -> dict[str, int]:
     """Settings for one request at a time: fewer shapes to compile, so that the first answer comes soon."""
-    return {"max_num_seqs": num_samples, "max_num_batched_tokens": max(256, num_samples)}
+    return {"max_num_seqs": num_samples, "max_num_batched_tokens": max(128, num_samples)}
 
 
 @dataclass

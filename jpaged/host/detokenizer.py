@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 
 from jpaged.host.stop_strings import compile_stop_strings
@@ -15,9 +14,9 @@ class Detokenizer:
     Without stop strings, what `append` and `finish` return joins to `tokenizer.decode(all tokens)`. No part ends within
     a character. Where a character was broken off, `finish` shows U+FFFD for it, as `decode` does.
 
-    The text continues the prompt: `prompt_tail` (all of the prompt's tokens, or the last ones) decides whether the first
-    token's leading space is shown, for SentencePiece drops it only where a text begins, and a character that began in
-    the prompt is shown whole. So `decode(prompt) + text == decode(prompt + output)` if the prompt ends between
+    The text continues the prompt: `prompt_tail` (all of the prompt's tokens, or the last ones) decides whether the
+    first token's leading space is shown, for SentencePiece drops it only where a text begins, and a character that
+    began in the prompt is shown whole. So `decode(prompt) + text == decode(prompt + output)` if the prompt ends between
     characters.
 
     Stop strings are looked for in the text, wherever the borders of tokens fall. The one whose last character comes
@@ -50,10 +49,9 @@ class Detokenizer:
         self._held = ""  # decoded, but may be the beginning of a stop string
         self._parts: list[str] = []
         self._num_chars = 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
-        self._begin_in_prompt(prompt_tail)
+        self._broken_off = self._begin_in_prompt(prompt_tail)  # bytes that begin a character
 
-    def _begin_in_prompt(self, prompt_tail: Sequence[int]) -> None:
+    def _begin_in_prompt(self, prompt_tail: Sequence[int]) -> bytes:
         pieces: list[bytes] = []
         for token_id in reversed(prompt_tail):
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip_special_tokens)
@@ -62,7 +60,8 @@ class Detokenizer:
                 pieces.append(piece)
             if sum(map(len, pieces)) >= 3:  # no unfinished character is longer
                 break
-        self._utf8.decode(b"".join(reversed(pieces)))
+        tail = b"".join(reversed(pieces))
+        return tail[len(tail) - _num_broken_off(tail) :]
 
     @property
     def num_chars(self) -> int:
@@ -85,14 +84,17 @@ class Detokenizer:
         if piece is None:
             return ""
         self._first = False
-        return self._show(self._utf8.decode(piece))
+        raw = self._broken_off + piece
+        border = len(raw) - _num_broken_off(raw)
+        self._broken_off = raw[border:]
+        return self._show(raw[:border].decode("utf-8", self._tokenizer.utf8_errors))
 
     def finish(self) -> str:
         """What was held back, now that no token follows. A second call returns nothing."""
         if self._finished or self.stop_hit is not None:
             return ""
         self._finished = True
-        visible = self._show(self._utf8.decode(b"", final=True))
+        visible = self._show(self._broken_off.decode("utf-8", self._tokenizer.utf8_errors))
         held, self._held = self._held, ""
         self._parts.append(held)
         self._num_chars += len(held)
@@ -123,3 +125,27 @@ class Detokenizer:
         self._state = state
         border = len(text) - stop.held[state]
         return text[:border], text[border:]
+
+
+def _num_broken_off(raw: bytes) -> int:
+    """How many bytes at the end begin a character that further bytes may complete.
+
+    Python's incremental decoder is no help: it waits for a third byte after the first two of a surrogate, which are
+    broken whatever follows.
+    """
+    if raw.isascii():
+        return 0  # nearly always
+    for n in range(1, min(3, len(raw)) + 1):
+        lead = raw[-n]
+        if 0x80 <= lead < 0xC0:
+            continue  # within a character
+        length = 2 if 0xC2 <= lead < 0xE0 else 3 if 0xE0 <= lead < 0xF0 else 4 if 0xF0 <= lead < 0xF5 else 1
+        if n >= length:
+            return 0
+        low, high = _SECOND_BYTES.get(lead, (0x80, 0xBF))
+        return n if n == 1 or low <= raw[-n + 1] <= high else 0
+    return 0
+
+
+# No overlong forms, no surrogates, nothing above U+10FFFF (Unicode, table 3-7).
+_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}

@@ -100,7 +100,7 @@ def build(fields: Mapping[str, Any]) -> GGUFTokenizer:
         return i
 
     bos, eos = special("bos"), special("eos")
-    ends = {eos, special("eot"), special("eom")} - {None}
+    ends = {i for i in (eos, special("eot"), special("eom")) if i is not None}
     if special("eot") is None:
         ends |= {i for i, t in enumerate(tokens) if t in _TURN_ENDS and types[i] == TokenType.CONTROL}
     add_bos_eos(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class StopStrings(NamedTuple):
     """The strings as one automaton over characters (Aho and Corasick 1975), whose state is a number.
 
-    State 0 is the start; `step` leads from one to the next in amortised constant time. Immutable, so it is shared.
+    State 0 is the start; `step` leads from one to the next in amortised constant time. Shared, so never changed
+    once it is made.
     """
 
     strings: tuple[str, ...]
-    children: tuple[dict[str, int], ...]  # per state: where a further character of a string leads
-    fallback: tuple[int, ...]  # the state of the longest proper suffix
-    held: tuple[int, ...]  # how many last characters may yet become a string: they begin one and don't complete it
-    ending: tuple[int | None, ...]  # the index of the first listed string that ends here
+    children: Sequence[dict[str, int]]  # per state: where a further character of a string leads
+    fallback: Sequence[int]  # the state of the longest proper suffix
+    held: Sequence[int]  # how many last characters may yet become a string: they begin one and don't complete it
+    ending: Sequence[int | None]  # the index of the first listed string that ends here
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character."""
@@ -35,7 +37,8 @@ def compile_stop_strings(strings: tuple[str, ...]) -> StopStrings:
     if not all(strings):
         raise ValueError("a stop string must not be empty")
     children: list[dict[str, int]] = [{}]
-    depth, ending = [0], [None]
+    depth = [0]
+    ending: list[int | None] = [None]
     for index, string in enumerate(strings):
         state = 0
         for char in string:
@@ -54,9 +57,10 @@ def compile_stop_strings(strings: tuple[str, ...]) -> StopStrings:
         state = queue.popleft()
         held[state] = depth[state] if children[state] else held[fallback[state]]
         shorter = ending[fallback[state]]
-        if shorter is not None and (ending[state] is None or shorter < ending[state]):
+        own = ending[state]
+        if shorter is not None and (own is None or shorter < own):
             ending[state] = shorter
         for char, child in children[state].items():
             fallback[child] = automaton.step(fallback[state], char) if state else 0
             queue.append(child)
-    return StopStrings(strings, tuple(children), tuple(fallback), tuple(held), tuple(ending))
+    return automaton

@@ -92,12 +92,8 @@ class Tokenizer:
         missing = [t for t in special.values() if t not in known and backend.token_to_id(t) is not None]
         backend.add_special_tokens(missing)
         if backend.post_processor is None:
-            ids = {name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special}
-            ends = [
-                (special[name], ids[name]) if config.get(f"add_{name}") and ids.get(name) is not None else None
-                for name in ("bos_token", "eos_token")
-            ]
-            gguf_tokenizer.add_bos_eos(backend, *ends)
+            bos, eos = (special.get(name) if config.get(f"add_{name}") else None for name in ("bos_token", "eos_token"))
+            gguf_tokenizer.add_bos_eos(backend, _with_id(backend, bos), _with_id(backend, eos))
         return cls(backend, special_tokens=special, chat_templates=_chat_templates(path, config))
 
     @classmethod
@@ -150,8 +146,8 @@ class Tokenizer:
         except TypeError:
             lone = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
             raise ValueError(
-                f"text has half of a surrogate pair (U+{ord(text[lone]):04X}) at character {lone}, which is no character; "
-                "decode the text as UTF-16 first, or drop it"
+                f"character {lone} of the text is half of a surrogate pair (U+{ord(text[lone]):04X}); "
+                "join the pair or drop it"
             ) from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -300,6 +296,11 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str) and token:
             found[name] = token
     return found
+
+
+def _with_id(backend: tokenizers.Tokenizer, token: str | None) -> tuple[str, int] | None:
+    token_id = None if token is None else backend.token_to_id(token)
+    return None if token is None or token_id is None else (token, token_id)
 
 
 def _chat_templates(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:

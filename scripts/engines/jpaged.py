@@ -1,11 +1,14 @@
 """jpaged, through `LLM` for batches and through its `Engine` for streaming.
 
-Options: those of `LLM`; by default float32 and the limits that the other engines get.
+Options: those of `LLM`; by default float32 and the limits that the other engines get. Rounds repeat their prompts, so a
+prefix cache must be off here, as it is for vLLM.
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
+import sys
 import time
 
 
@@ -16,6 +19,7 @@ def load(model: str, options: dict) -> Jpaged:
 class Jpaged:
     def __init__(self, model: str, **options):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # what is measured is this checkout
         import jax
 
         import jpaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -240,7 +241,7 @@ assert weights["embed"].addressable_shards[3].data.shape == (80, 64)
 for sharding, words in [
     (spread, "layers.0.out"),  # 2 KV heads over 4 devices
     (heads, "final_norm"),  # one axis only
-    ({"head": whole}, "nothing for weight "),
+    ({"head": whole}, "nothing for weight final_norm"),
     (lambda path, shape: "gpu:0", "gpu:0"),
 ]:
     try:
@@ -313,16 +314,15 @@ def test_the_small_real_model_loads_with_its_exact_epsilon_and_the_whole_vocabul
         bos_token_id=1,
         eos_token_ids=(2,),
     )
-    reader = gguf.GGUFReader(small_model)
-    tensors = [t for t in reader.tensors if t.name.startswith(("blk.0.", "blk.29.", "token_embd", "output_norm"))]
-    reader.tensors = tensors
-    published = published_from_gguf(reader, params.config)
-    layers = params.weights["layers"]
-    np.testing.assert_array_equal(params.weights["head"].T, published["model.embed_tokens.weight"])
-    for i in (0, 29):
-        np.testing.assert_array_equal(layers[i]["down"].T, published[f"model.layers.{i}.mlp.down_proj.weight"])
-        keys = published[f"model.layers.{i}.self_attn.k_proj.weight"].T.reshape(576, 3, 64)
-        np.testing.assert_array_equal(layers[i]["qkv"][:, :, 3], keys)
+    # Digests of the file as the gguf package dequantises it, transformers' order of rows, and our layout.
+    layer = params.weights["layers"][29]
+    assert digest(params.weights["head"]) == "aa0e2f5b71dc4c27"
+    assert digest(layer["qkv"]) == "c6e3a5e1ecf035e0"
+    assert digest(layer["down"]) == "ca6e27226b8d7411"
+
+
+def digest(array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

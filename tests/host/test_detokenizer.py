@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -141,6 +142,36 @@ def test_the_text_continues_the_prompt(case, cut):
 
 
 # ---- the same, said by example
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_all_broken_bytes_are_shown_as_soon_as_they_are_known_to_be_broken(kind):
+    tokenizer = tokenizer_of(kind)
+    byte_ids = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size) if len(tokenizer.piece(i) or b"") == 1}
+    byte_ids |= {bytes([b]): tokenizer._backend.token_to_id(f"<0x{b:02X}>") for b in range(0x80, 0x100)}
+    borders = (
+        0x41,
+        0x80,
+        0x8F,
+        0x90,
+        0x9F,
+        0xA0,
+        0xBF,
+        0xC1,
+        0xC2,
+        0xDF,
+        0xE0,
+        0xE1,
+        0xED,
+        0xEF,
+        0xF0,
+        0xF1,
+        0xF4,
+        0xF5,
+    )
+    for raw in map(bytes, itertools.product(borders, repeat=3)):
+        ids = [byte_ids[raw[n : n + 1]] for n in range(3)]
+        assert run(Detokenizer(tokenizer), ids) == oracle(tokenizer, ids, (), False, True, 0)[0], raw
 
 
 @pytest.mark.parametrize("kind", KINDS)

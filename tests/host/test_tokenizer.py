@@ -73,7 +73,7 @@ def test_ids_without_a_token_show_nothing_and_negative_ones_are_refused():
 
 
 def test_half_a_surrogate_pair_is_refused_with_its_place():
-    with pytest.raises(ValueError, match=r"U\+D83D.*character 2"):
+    with pytest.raises(ValueError, match=r"character 2 .*U\+D83D"):
         smollm2().encode("ab\ud83d")
     with pytest.raises(ValueError, match="must be a string, got int"):
         smollm2().encode(3)
