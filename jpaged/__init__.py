@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jpaged.models.decoder import forward as forward
 
 _HOMES = {
-    "LLM": "jpaged.engine.llm",
     "Engine": "jpaged.engine.engine",
     "EngineConfig": "jpaged.host.config",
     "LLM": "jpaged.engine.llm",
@@ -34,13 +33,11 @@ _HOMES = {
     "SamplingParams": "jpaged.host.sampling_params",
     "forward": "jpaged.models.decoder",
     "generate": "jpaged.engine.api",
-    "generate": "jpaged.engine.api",
     "load": "jpaged.checkpoint",
     "stream": "jpaged.engine.api",
 }
 
 __all__ = [
-    "LLM",
     "LLM",
     "Engine",
     "EngineConfig",

@@ -385,17 +385,18 @@ def test_env_tells_versions_devices_and_kernels():
 
 
 def test_every_public_name_exists():
-    for name in jpaged._HOMES:
+    assert sorted(jpaged.__all__) == sorted(jpaged._HOMES)
+    for name in jpaged.__all__:
         assert getattr(jpaged, name) is not None
-    assert set(jpaged._HOMES) <= set(dir(jpaged))
+    assert set(jpaged.__all__) <= set(dir(jpaged))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = jpaged.nonsense
 
 
 @pytest.mark.model
 def test_the_installed_command_answers_with_the_real_model(small_model):
-    command = [sys.executable, "-m", "jpaged.cli", "generate", "--model", small_model, "--max-model-len", "256"]
-    command += ["-m", "12", "What is the capital of France?"]
+    command = [sys.executable, "-m", "jpaged.cli", "generate", "--model", small_model, "--max-model-len", "128"]
+    command += ["--max-num-batched-tokens", "64", "-m", "12", "What is the capital of France?"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
@@ -405,7 +406,8 @@ def test_the_installed_command_answers_with_the_real_model(small_model):
 @pytest.mark.model
 def test_bench_on_the_real_model_compiles_nothing_after_warm_up(small_model, workload, tmp_path):
     command = [sys.executable, "-m", "jpaged.cli", "bench", "throughput", "--workload", workload]
-    command += ["--model", small_model, "--max-model-len", "64", "--max-num-seqs", "2", "--json", tmp_path / "out.json"]
+    command += ["--model", small_model, "--max-model-len", "64", "--max-num-seqs", "2"]
+    command += ["--max-num-batched-tokens", "16", "--json", tmp_path / "out.json"]
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     for found in json.loads((tmp_path / "out.json").read_text())["workloads"].values():

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jpaged.models.config import ModelConfig, RopeScaling
@@ -79,9 +80,12 @@ def _yarn(config: ModelConfig, scaling: RopeScaling, base: np.ndarray) -> tuple[
 
 def rope_angles(
     config: ModelConfig, positions: Int32[Array, "..."], rope_lens: Int32[Array, "..."] | None
-) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
-    """Cosine and sine, float32, for tokens at `positions`. `rope_lens` (dynamic scaling alone) is the length of the
-    sequence as it stood when the token was first computed: the base of the rotations follows it."""
+) -> Float[Array, "... 2 head_dim"]:
+    """What `rotate` takes for tokens at `positions`: cosines, and sines that are negative in their first half, float32.
+
+    `rope_lens` (dynamic scaling alone) is the length of the sequence as it stood when the token was first computed: the
+    base of the rotations follows it.
+    """
     frequencies, factor = rope_frequencies(config)
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
@@ -93,11 +97,15 @@ def rope_angles(
         angles = positions[..., None] * frequencies * stretch[..., None] ** exponent
     else:
         angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    both = jnp.stack([jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)], axis=-2)
+    # Or XLA computes them again in every layer, as part of what uses them.
+    return lax.optimization_barrier(both)
 
 
-def rotate(x: Float[Array, "... heads head_dim"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]):
+def rotate(x: Float[Array, "... num_kv_heads heads head_dim"], angles: Float[Array, "... 2 head_dim"]):
     """Rotary embedding over the two halves of each head (Su et al. 2021, arXiv:2104.09864, in the half-split order)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    swapped = halves[..., ::-1, :].reshape(x.shape)
+    cos, sin = angles[..., 0, None, None, :], angles[..., 1, None, None, :]
+    return (halves.reshape(x.shape) * cos + swapped * sin).astype(x.dtype)

@@ -6,12 +6,11 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jpaged.device.kv_pages import make_kv_pages, page_bytes
 from jpaged.device.params import Params
@@ -67,6 +66,8 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.model_config = model = params.config
         self.tokenizer = params.tokenizer
+        # A tokenizer may know of end-of-turn tokens that the config does not name.
+        self._eos_token_ids = frozenset(model.eos_token_ids) | getattr(self.tokenizer, "eos_token_ids", frozenset())
         self.weights: Any = params.weights
         use_compilation_cache(config.compilation_cache_dir)
         self._compile_counter = compile_counter()
@@ -86,7 +87,7 @@ class Engine:
         def step_bytes() -> int:
             buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
             steps = CompiledSteps(model, params.weights, buckets, num_pages=2, kv_dtype=kv_dtype, allow_late=True)
-            return max(steps.temporary_bytes(shape) for shape in (buckets.all_shapes()[-1], (*buckets.mixed[-1], False)))
+            return max(steps.temporary_bytes(shape) for shape in buckets.largest_shapes())
 
         bytes_per_page = page_bytes(model, config.page_size, kv_dtype)
         num_pages = choose_num_pages(
@@ -162,7 +163,7 @@ class Engine:
                 prompt_token_ids=token_ids,
                 sampling=sampling,
                 seed=_seed_of_sample(seed, index),
-                eos_token_ids=frozenset(self.model_config.eos_token_ids),
+                eos_token_ids=self._eos_token_ids,
                 max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
             )
             group.samples.append(_Sample(request, self._detokenizer(token_ids, sampling), index, group))

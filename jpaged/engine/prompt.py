@@ -35,7 +35,8 @@ def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
     if isinstance(prompt[0], Mapping):
         tokenizer = _need(tokenizer)
         text = tokenizer.apply_chat_template(prompt)
-        return text, _nonempty(tokenizer.encode_chat(prompt))
+        # The template writes the beginning-of-sequence token itself, where the model wants one.
+        return text, _nonempty(tokenizer.encode(text, add_special_tokens=False))
     token_ids = []
     for token_id in prompt:
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):

@@ -95,6 +95,10 @@ class Buckets(NamedTuple):
         """Every (tokens, rows, whether a decode batch), for warm-up; the most used first."""
         return [(rows, rows, True) for rows in self.decode] + [(*shape, False) for shape in self.mixed]
 
+    def largest_shapes(self) -> list[tuple[int, int, bool]]:
+        """Those of `all_shapes` that can take the most memory."""
+        return [(self.decode[-1], self.decode[-1], True), (*self.mixed[-1], False)]
+
 
 def pack(
     rows: Sequence[Row], buckets: Buckets, vocab_size: int, *, with_rope_lens: bool = False

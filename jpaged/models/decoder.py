@@ -53,10 +53,9 @@ def _layer(config: ModelConfig, attend: Attend, layer: dict[str, Any], x, angles
         qkv = linear(normed, layer["qkv"])
         if config.attention_bias:
             qkv += layer["qkv_bias"]
-        heads = qkv.shape[:-3] + (config.num_q_heads, config.head_dim)
-        q = rotate(qkv[..., :group, :].reshape(heads), *angles)
-        k = rotate(qkv[..., group, :], *angles)
-        out, cache = attend(config, q, k, qkv[..., group + 1, :], cache, context)
+        rotated = rotate(qkv[..., : group + 1, :], angles)
+        q = rotated[..., :group, :].reshape(*qkv.shape[:-3], config.num_q_heads, config.head_dim)
+        out, cache = attend(config, q, rotated[..., group, :], qkv[..., group + 1, :], cache, context)
         out = linear(out.reshape(*qkv.shape[:-2], group, config.head_dim), layer["out"], inputs=3)
         x += out + layer["out_bias"] if config.output_bias else out
     with jax.named_scope("mlp"):

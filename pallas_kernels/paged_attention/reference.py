@@ -7,7 +7,7 @@ from jax import lax
 
 # Rows that share a loop, and tokens read in one turn of it: small enough for the gathered tiles to stay in a CPU's
 # cache, large enough to pay for the turn.
-ROWS = 4
+ROWS = 8
 TOKENS = 128
 
 MASKED = -1e30  # finite: a row of only masked scores must not turn into NaN
@@ -35,25 +35,23 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
 
         def turn(i, carry):
             top, total, out = carry
-            page_ids = lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)
+            page_ids = lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)  # [rows, pages]
             at = i * tokens + jnp.arange(tokens, dtype=jnp.int32)
             seen = (at >= first[:, None]) & (at < lens[:, None])  # [rows, tokens]
-            by_page = seen.reshape(-1, pages, 1, page_size, 1)
-            k = k_pages.at[page_ids].get(mode="promise_in_bounds")  # [rows, pages, kv, page_size, d]
+            k = gather_pages(k_pages, page_ids)  # [rows, kv, tokens, d]
             # An unwritten slot may hold anything, NaN included, and 0 * NaN is NaN.
-            v = jnp.where(by_page, v_pages.at[page_ids].get(mode="promise_in_bounds"), 0)
-            scores = jnp.einsum("rkgd,rpktd->rkgpt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids), 0)
+            scores = jnp.einsum("rktd,rkgd->rktg", k, q.astype(k.dtype), preferred_element_type=jnp.float32)
+            scores = scores.transpose(0, 1, 3, 2) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            scores = jnp.where(seen[:, None, None], scores.reshape(*scores.shape[:3], tokens), MASKED)
+            scores = jnp.where(seen[:, None, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             keep = jnp.exp(top - new_top)
             weights = jnp.exp(scores - new_top[..., None])
             total = total * keep + weights.sum(-1)
-            weights = weights.astype(v.dtype).reshape(*scores.shape[:3], pages, page_size)
-            out = out * keep[..., None] + jnp.einsum(
-                "rkgpt,rpktd->rkgd", weights, v, preferred_element_type=jnp.float32
-            )
+            new = jnp.einsum("rkgt,rktd->rkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            out = out * keep[..., None] + new
             return new_top, total, out
 
         shape = q.shape[:3]
@@ -74,4 +72,16 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
         ),
     )
     out = out.reshape(padded, num_q_heads, head_dim)[:num_seqs].astype(q.dtype)
-    return jnp.zeros_like(out).at[order].set(out)
+    return out[jnp.argsort(order)]
+
+
+def gather_pages(pages, page_ids):
+    """The tokens of some pages, by head: [..., num_kv_heads, pages * page_size, head_dim]."""
+    num_kv_heads, page_size, head_dim = pages.shape[1:]
+    heads = jnp.arange(num_kv_heads, dtype=page_ids.dtype)[:, None]
+    # One row to copy for each page and head, so that the heads come out in front without a transposition; the barrier
+    # keeps XLA from folding the copy into loops over single numbers.
+    rows = pages.reshape(-1, page_size * head_dim)
+    gathered = rows.at[page_ids[..., None, :] * num_kv_heads + heads].get(mode="promise_in_bounds")
+    gathered = lax.optimization_barrier(gathered)
+    return gathered.reshape(*page_ids.shape[:-1], num_kv_heads, -1, head_dim)

@@ -59,11 +59,8 @@ def ragged_paged_attention(
             top, total, acc = carry
             page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
             at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
-            k = k_pages.at[page_ids].get(mode="promise_in_bounds")  # [pages, kv, page_size, d]
-            written = (at < end).reshape(pages, 1, page_size, 1)
-            v = jnp.where(written, v_pages.at[page_ids].get(mode="promise_in_bounds"), 0)
-            k = k.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
-            v = v.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
+            k = decode.gather_pages(k_pages, page_ids)  # [kv, tokens, d]
+            v = jnp.where((at < end)[:, None], decode.gather_pages(v_pages, page_ids), 0)
             scores = jnp.einsum("kqd,ktd->kqt", block, k.astype(block.dtype), preferred_element_type=jnp.float32)
             scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
             if soft_cap is not None:
