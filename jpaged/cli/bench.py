@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,14 @@ def print_table(mode: str, model: str, opened: OpenedEngine, medians: dict[str, 
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in medians:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     columns = [lines(one) for one in medians.values()]
     for cells in zip(*columns):
         table.add_row(cells[0][0], *(value for _, value in cells))
-    Console(soft_wrap=True).print(table)
+    # What is not a terminal has no width to fit into.
+    Console(width=None if sys.stdout.isatty() else 60 + 40 * len(medians)).print(table)
 
 
 def lines(one: Round) -> list[tuple[str, str]]:
@@ -106,7 +108,7 @@ def lines(one: Round) -> list[tuple[str, str]]:
         ("TPOT p50/p90/p99 ms", milliseconds(one.tpot)),
         ("ITL p50/p90/p99 ms", milliseconds(one.itl)),
         ("latency p50/p90/p99 ms", milliseconds(one.e2e_latency)),
-        ("steps (of them decode only)", f"{one.num_steps} ({one.num_decode_steps})"),
+        ("steps (decode only)", f"{one.num_steps} ({one.num_decode_steps})"),
         ("padding waste", share(one.padding)),
         ("KV utilisation mean", share(one.kv_utilization_mean)),
         ("KV utilisation minimum", share(one.kv_utilization_min)),

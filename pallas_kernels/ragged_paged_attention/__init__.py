@@ -25,7 +25,8 @@ def ragged_paged_attention(
 
     The keys and values of those tokens are in the pages already: `context_lens[r]` counts them. Query j of n sees the
     row's first `context_lens[r] - n + j + 1` tokens, or the last `sliding_window` of these. All else is as in
-    `paged_attention`. Tokens at and after `query_starts[-1]` are padding and give zeros; a row may have no queries.
+    `paged_attention`. Tokens at and after `query_starts[-1]` are padding, whose results mean nothing; a row may have no
+    queries.
 
     Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that cannot serve them.
     Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180); FlashAttention-2's order of loops, Dao 2023

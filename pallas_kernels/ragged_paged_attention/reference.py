@@ -8,7 +8,7 @@ from jax import lax
 from pallas_kernels.paged_attention import reference as decode
 
 QUERIES = 128  # queries of one row taken at once
-TOKENS = 256  # tokens of its context read in one turn
+TOKENS = 128  # tokens of its context read in one turn
 
 
 def ragged_paged_attention(
@@ -36,22 +36,24 @@ def ragged_paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
     )
-    out = jnp.zeros((num_tokens + queries, num_q_heads, head_dim), q.dtype)
-    out = out.at[jnp.where(single, last, num_tokens)].set(single_out)
+    # One array holds the queries still to be served and the results of those served: no second one to fill and copy.
+    # It is longer by a block, so that a slice at the end is never shifted.
+    q = jnp.pad(q, [(0, queries), (0, 0), (0, 0)])
+    q = q.at[jnp.where(single, last, num_tokens)].set(single_out)
 
     # The others are cut into blocks: block i is the (i - ends[row - 1])th of its row.
     ends = jnp.cumsum(jnp.where(single, 0, -(-query_lens // queries)))
-    q = jnp.pad(q, [(0, queries), (0, 0), (0, 0)])  # so that a slice at the end is never shifted
     tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % pages)])
 
-    def attend_block(i, out):
+    def attend_block(i, q):
         row = jnp.searchsorted(ends, i, side="right")
         done = (i - jnp.where(row > 0, ends[row - 1], 0)) * queries  # queries of the row in blocks before this one
         begin = query_starts[row] + done
         length = jnp.minimum(query_lens[row] - done, queries)
         first_position = context_lens[row] - query_lens[row] + done
         position = first_position + jnp.arange(queries, dtype=jnp.int32)
-        block = lax.dynamic_slice_in_dim(q, begin, queries).reshape(queries, num_kv_heads, group, head_dim)
+        old = lax.dynamic_slice_in_dim(q, begin, queries)
+        block = old.reshape(queries, num_kv_heads, group, head_dim)
         block = block.transpose(1, 0, 2, 3).reshape(num_kv_heads, queries * group, head_dim)
         end = first_position + length  # tokens that the last query sees
 
@@ -86,9 +88,8 @@ def ragged_paged_attention(
         low = 0 if sliding_window is None else jnp.maximum(first_position - sliding_window + 1, 0) // tokens
         _, total, acc = lax.fori_loop(low, -(-end // tokens), turn, start)
         result = (acc / jnp.maximum(total, 1e-37)[..., None]).transpose(1, 0, 2, 3)
-        result = result.reshape(queries, num_q_heads, head_dim).astype(out.dtype)
-        old = lax.dynamic_slice_in_dim(out, begin, queries)
+        result = result.reshape(queries, num_q_heads, head_dim).astype(q.dtype)
         mine = (jnp.arange(queries) < length)[:, None, None]
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, old), begin, 0)
+        return lax.dynamic_update_slice_in_dim(q, jnp.where(mine, result, old), begin, 0)
 
-    return lax.fori_loop(0, ends[num_seqs - 1], attend_block, out)[:num_tokens]
+    return lax.fori_loop(0, ends[num_seqs - 1], attend_block, q)[:num_tokens]
