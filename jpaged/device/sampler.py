@@ -52,8 +52,8 @@ def _argmax(logits):
 
 def _draw(logits, sampling: SamplingBatch, positions):
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    scaled = logits / temperature
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     kept = lax.cond(
         jnp.any(filtered & (sampling.temperature > 0)),
@@ -99,10 +99,11 @@ def _look_up(weights, uniform):
 
     def first_past(weights, target):
         sums = jnp.cumsum(weights, axis=-1)
-        past = jnp.argmax(sums > target[:, None], axis=-1)
-        # Rounding may leave the target at or over the last sum: then the last entry with a weight.
+        # Rounding may leave the target below the sum before an entry without weight: such an entry is never taken.
+        past = (sums > target[:, None]) & (weights > 0)
+        # It may also leave the target at or over the last sum: then the last entry with a weight.
         last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-        index = jnp.where(sums[:, -1] > target, past, last)
+        index = jnp.where(past.any(axis=-1), jnp.argmax(past, axis=-1), last)
         return index, jnp.take_along_axis(sums - weights, index[:, None], axis=-1)[:, 0]
 
     sums = chunks.sum(axis=-1)
@@ -110,4 +111,4 @@ def _look_up(weights, uniform):
     chunk, before = first_past(sums, target)
     inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
     index, _ = first_past(inside, target - before)
-    return (chunk * CHUNK + index).astype(jnp.int32)
+    return jnp.minimum(chunk * CHUNK + index, vocab - 1).astype(jnp.int32)  # only NaN leads into the padding

@@ -17,7 +17,8 @@ SAMPLING_ROW = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"), ("seed", "<u4", 2)]
 )
 FLOAT32 = np.finfo(np.float32)
-MIN_MIXED_TOKENS, FEW_SEQS = 16, 8
+MIN_MIXED_TOKENS = 16
+FEW_SEQS, FEW_TOKENS = 8, 512  # where so few tokens are computed, scores over the vocabulary for all rows would show
 
 
 class SamplingBatch(NamedTuple):
@@ -62,13 +63,13 @@ class Buckets(NamedTuple):
     def make(cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int) -> Buckets:
         """Shapes for everything that a scheduler with these limits can plan.
 
-        Decode rows are padded by at most a quarter from 64 rows on, mixed tokens by at most a half from 128 tokens on.
+        Decode rows are padded by at most a quarter from 64 rows on, mixed tokens by at most a half from 256 tokens on.
         """
         max_rows = min(max_num_seqs, max_num_batched_tokens)
         decode = [1, 2, 4, 8, 12, 16]
         while decode[-1] < max_rows:
             decode.append(decode[-1] + max(8, _power_of_two_below(decode[-1]) // 4))
-        tokens = [16, 32, 64, 128]
+        tokens = [16, 32, 64, 128, 256]
         max_tokens = -(-max_num_batched_tokens // MIN_MIXED_TOKENS) * MIN_MIXED_TOKENS
         while tokens[-1] < max_tokens:
             tokens.append(tokens[-1] + _power_of_two_below(tokens[-1]) // 2)
@@ -78,6 +79,7 @@ class Buckets(NamedTuple):
                 (num_tokens, num_seqs)
                 for num_tokens in _capped(tokens, max_tokens)
                 for num_seqs in sorted({min(FEW_SEQS, max_rows), min(num_tokens, max_rows)})
+                if num_seqs > FEW_SEQS or num_tokens <= FEW_TOKENS or max_rows <= FEW_SEQS
             ),
             pages_per_seq=-(-max_model_len // page_size),
             page_size=page_size,
