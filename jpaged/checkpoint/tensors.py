@@ -22,9 +22,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     row_bytes: int
     stored_as: str  # the file's name for the element type
-    decode: (
-        Callable[[np.ndarray], np.ndarray] | None
-    )  # uint8 [rows, row_bytes] -> floats [rows, columns]; None: no floats
+    # uint8 [rows, row_bytes] -> floats [rows, columns]; None: they are no floats
+    decode: Callable[[np.ndarray], np.ndarray] | None
 
     @property
     def num_rows(self) -> int:
@@ -45,6 +44,7 @@ def read_rows(tensor: StoredTensor, start: int = 0, stop: int | None = None) -> 
             raise CheckpointError(
                 f"{tensor.file}: ends inside tensor {tensor.name}: the file changed while it was loaded"
             )
+    assert tensor.decode is not None, f"{tensor.name} holds {tensor.stored_as}, no floats"
     return tensor.decode(raw)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,7 +31,7 @@ def make_kv_pages(config: ModelConfig, num_pages: int, page_size: int, dtype) ->
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
-def kv_pages_like(config: ModelConfig, num_pages: int, page_size: int, dtype) -> KVPages:
+def kv_pages_like(config: ModelConfig, num_pages: int, page_size: int, dtype) -> Any:
     """The pool's shapes, for compiling without the memory."""
     array = jax.ShapeDtypeStruct(kv_shape(config, num_pages, page_size), dtype)
     return ((array, array),) * config.num_layers

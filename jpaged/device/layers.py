@@ -90,6 +90,7 @@ def rope_angles(
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
         original = scaling.original_max_position
+        assert rope_lens is not None
         length = jnp.maximum(rope_lens, original).astype(jnp.float32)
         stretch = scaling.factor * length / original - (scaling.factor - 1)
         # theta * stretch^(d / (d - 2)), raised to -2 i / d

@@ -73,7 +73,8 @@ def _keep(scaled, sampling: SamplingBatch):
     in_k = rank < jnp.where(sampling.top_k > 0, sampling.top_k, vocab)[:, None]
     weights = jnp.where(in_k, weights, 0)
     before = jnp.cumsum(weights, axis=-1) - weights
-    in_p = (before < sampling.top_p[:, None] * jnp.sum(weights, axis=-1, keepdims=True)) | (sampling.top_p >= 1)[:, None]
+    in_p = before < sampling.top_p[:, None] * jnp.sum(weights, axis=-1, keepdims=True)
+    in_p |= (sampling.top_p >= 1)[:, None]
     kept = in_k & in_p & (weights >= sampling.min_p[:, None])
     rows = jnp.arange(num_seqs)[:, None]
     return jnp.zeros(scaled.shape, bool).at[rows, order].set(kept)

@@ -18,7 +18,7 @@ from pallas_kernels import paged_attention, ragged_paged_attention, write_kv
 
 def attend_paged(config: ModelConfig, q, k, v, cache, batch: Batch):
     """Write the new keys and values into their slots, then attend to the pages. `cache` is one layer's pair."""
-    k_pages, v_pages = write_kv(*cache, k, v, batch.slot_mapping)
+    k_pages, v_pages = write_kv(cache[0], cache[1], k, v, batch.slot_mapping)
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window}
     if batch.query_starts is None:
         out = paged_attention(q, k_pages, v_pages, batch.block_tables, batch.context_lens, **options)

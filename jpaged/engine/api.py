@@ -20,7 +20,7 @@ from jpaged.host.sampling_params import SamplingParams
 
 MAX_ENGINES = 2  # kept at once: each holds a KV pool
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Prompt]
+Prompts = Prompt | Sequence[Prompt]
 
 _engines: OrderedDict[Any, Engine] = OrderedDict()
 _lock = threading.RLock()
@@ -83,12 +83,12 @@ def _stream(engine: Engine, ids: list[str]) -> Iterator[RequestOutput]:
         engine.weights = None
 
 
-def as_prompts(prompts: Prompts) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if hasattr(prompts, "__array__"):
-        return [row for row in prompts] if getattr(prompts, "ndim", 1) > 1 else [prompts]  # type: ignore[list-item]
+        return list(prompts) if getattr(prompts, "ndim", 1) > 1 else [prompts]
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}")
     prompts = list(prompts)

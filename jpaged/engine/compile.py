@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from jpaged.device.kv_pages import kv_pages_like
 from jpaged.device.step import jitted_step
 from jpaged.host.batch import Batch, Buckets, SamplingBatch
+from jpaged.host.cache import cache_dir
 from jpaged.host.sampling_params import MAX_BANNED_IDS
 from jpaged.models.config import ModelConfig
 
@@ -37,8 +37,7 @@ def use_compilation_cache(directory: str | None) -> None:
     if directory is None:
         if jax.config.jax_compilation_cache_dir:
             return
-        home = os.environ.get("JPAGED_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jpaged"
-        directory = str(Path(home).expanduser() / "xla")
+        directory = str(cache_dir() / "xla")
     if directory:
         os.makedirs(directory, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", directory)

@@ -178,9 +178,7 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return []
-        batch, rows = pack(
-            plan.rows, self._buckets, self.model_config.vocab_size, with_rope_lens=self._with_rope_lens
-        )
+        batch, rows = pack(plan.rows, self._buckets, self.model_config.vocab_size, with_rope_lens=self._with_rope_lens)
         self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
         token_ids, logprobs = jax.device_get((token_ids, logprobs))
         gained = self._scheduler.update(plan._replace(rows=rows), token_ids, logprobs)

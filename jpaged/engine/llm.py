@@ -23,9 +23,7 @@ class LLM:
     revision: of a Hub id. Other options are fields of `EngineConfig`.
     """
 
-    def __init__(
-        self, model: str | Params, *, dtype: Any = None, revision: str | None = None, **options: Any
-    ):
+    def __init__(self, model: str | Params, *, dtype: Any = None, revision: str | None = None, **options: Any):
         known = {field.name for field in fields(EngineConfig)} - {"dtype"}
         for name in options:
             if name not in known:

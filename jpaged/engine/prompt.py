@@ -12,7 +12,7 @@ from jpaged.host.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+def to_token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
     """The prompt's text (None where token ids were given) and its token ids.
 
     Raises ValueError for an empty prompt, an id outside the vocabulary, or text without a tokenizer.
@@ -21,15 +21,17 @@ def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         if not prompt:
             raise ValueError("the prompt is empty: give at least one character, or token ids")
         return prompt, _nonempty(_need(tokenizer).encode(prompt))
-    if isinstance(prompt, np.ndarray) or hasattr(prompt, "__array__"):
-        prompt = np.asarray(prompt)
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+    if hasattr(prompt, "__array__"):
+        array = np.asarray(prompt)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(
-                f"a prompt as an array must be whole numbers [length], got {prompt.dtype} of shape {prompt.shape}"
+                f"a prompt as an array must be whole numbers [length], got {array.dtype} of shape {array.shape}"
             )
-        prompt = prompt.tolist()
+        prompt = array.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise ValueError(f"a prompt must be text, a list of token ids or a list of messages, got {type(prompt).__name__}")
+        raise ValueError(
+            f"a prompt must be text, a list of token ids or a list of messages, got {type(prompt).__name__}"
+        )
     if not len(prompt):
         raise ValueError("the prompt is empty: give at least one token id or message")
     if isinstance(prompt[0], Mapping):

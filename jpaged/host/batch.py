@@ -13,9 +13,8 @@ from .request import Request
 from .sampling_params import MAX_BANNED_IDS
 from .scheduler import Row
 
-SAMPLING_ROW = np.dtype(
-    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"), ("seed", "<u4", 2)]
-)
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
 FLOAT32 = np.finfo(np.float32)
 MIN_MIXED_TOKENS = 16
 FEW_SEQS, FEW_TOKENS = 8, 512  # where so few tokens are computed, scores over the vocabulary for all rows would show
@@ -121,7 +120,7 @@ def pack(
         batch_tokens, batch_rows = buckets.mixed_shape(num_tokens, num_seqs)
 
     block_tables = np.zeros((batch_rows, buckets.pages_per_seq), np.int32)
-    np.concatenate([request.block_table for request in requests], out=block_tables[:num_seqs].reshape(-1))
+    np.concatenate([_block_table(request) for request in requests], out=block_tables[:num_seqs].reshape(-1))
     context_lens = np.zeros(batch_rows, np.int32)
     context_lens[:num_seqs] = starts + lens
     query_starts = np.full(batch_rows + 1, num_tokens, np.int32)
@@ -176,7 +175,8 @@ def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int) ->
     for row, request in enumerate(requests):
         if len(request.output_token_ids) < request.sampling.min_tokens:
             banned_ids[row, : len(request.ending_ids)] = sorted(request.ending_ids)
-    return SamplingBatch(*(np.ascontiguousarray(table[name]) for name in SAMPLING_ROW.names), banned_ids)
+    temperature, top_k, top_p, min_p, seed = (np.ascontiguousarray(table[name]) for name in SAMPLING_FIELDS)
+    return SamplingBatch(temperature, top_k, top_p, min_p, seed, banned_ids)
 
 
 def _pack_sampling_row(request: Request) -> bytes:
@@ -193,6 +193,11 @@ def _pack_sampling_row(request: Request) -> bytes:
         request.seed & 0xFFFFFFFF,
     )
     return request.sampling_row
+
+
+def _block_table(request: Request) -> np.ndarray:
+    assert request.block_table is not None, f"{request.request_id} is planned without pages"
+    return request.block_table
 
 
 def _has_more_than_one_token(row: Row) -> bool:

@@ -108,7 +108,7 @@ class Request:
         """Whether its last token ended it: (finish_reason, stop_reason), or None to go on."""
         token_id, num_outputs = self.output_token_ids[-1], len(self.output_token_ids)
         if token_id in self.ending_ids and num_outputs > self.sampling.min_tokens:
-            return "stop", token_id if token_id in self.sampling.stop_token_ids else None
+            return "stop", token_id if token_id in (self.sampling.stop_token_ids or ()) else None
         if num_outputs >= self.max_tokens or self.num_prompt_tokens + num_outputs >= max_model_len:
             return "length", None
         return None

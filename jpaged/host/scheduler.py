@@ -168,6 +168,7 @@ class Scheduler:
             num_pages, num_computed = len(request.page_ids), request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
             assert num_computed <= num_pages * self.pool.page_size, f"{request.request_id} has outgrown its pages"
+            assert request.block_table is not None
             assert request.block_table.tolist() == request.page_ids + [0] * (self._pages_per_seq - num_pages)
         for request in self.waiting:
             assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"

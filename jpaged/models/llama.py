@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -60,7 +60,7 @@ TIED_HEAD = Weight((Part("model.embed_tokens.weight", "token_embd.weight"),), co
 # Tensors that old exporters add: constants which follow from the config (`config_from_gguf` reads rope_freqs).
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",

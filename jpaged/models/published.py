@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
     hf: str
     gguf: str
-    index: tuple = WHOLE  # indexes trailing axes only, so that `Weight.columns` holds for the part too
+    at: tuple = WHOLE  # indexes trailing axes only, so that `Weight.columns` holds for the part too
     rotary: bool = False  # rows are rotated by position: GGUF interleaves the two halves of each head
 
 
@@ -35,7 +35,7 @@ def published_view(array: np.ndarray, weight: Weight, part: Part, *, gguf: bool)
 
     It is a view, never a copy, so it serves to read and to write. Its rows in C order are the rows of the tensor.
     """
-    view = array[part.index]
+    view = array[part.at]
     rows = [axis for axis in range(view.ndim) if axis not in weight.columns]
     view = view.transpose(*rows, *weight.columns)
     if part.rotary and gguf:

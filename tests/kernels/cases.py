@@ -1,0 +1,221 @@
+"""The cases that every implementation of the attention kernels must pass, and the check that decides it.
+
+Memory is poisoned: page 0, every page that no row refers to, and every slot that no token was written to hold NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+
+SCALE = 0.3  # not the usual head_dim ** -0.5, so that a kernel which ignores its argument is found out
+TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+# Of the sum of weights times |v|. In bfloat16 the weights and the result are each rounded to 8 bits; where only the
+# pool is bfloat16, so are the queries (a score of size 5 is then off by 0.01).
+BOUNDS = {("f32", "f32"): 5e-6, ("bf16", "bf16"): 2**-7, ("f32", "bf16"): 2**-6}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows`: (tokens of the context, queries) of each row."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    page_size: int = 16
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 8
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    q_type: str = "f32"
+    kv_type: str = "f32"
+    shared_pages: int = 0  # leading pages that all rows with as many tokens share
+    free_before_window: bool = False  # pages that no query sees are gone, their places in the table point to page 0
+    padding_tokens: int = 0
+    padding_pages: int = 1  # columns of the block table that no row uses
+
+    @property
+    def options(self) -> dict:
+        return {"scale": SCALE, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
+
+class Inputs(NamedTuple):
+    q: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    block_tables: np.ndarray
+    context_lens: np.ndarray
+    query_starts: np.ndarray
+
+
+def decode_case(name: str, *context_lens: int, **options) -> Case:
+    return Case(name, tuple((length, min(length, 1)) for length in context_lens), **options)
+
+
+LENS = (17, 1, 16, 130, 15, 0, 33, 40, 128, 2, 129, 31, 32, 1, 0, 64, 65)
+HEADS = ((1, 8, 3), (3, 64, 1), (4, 80, 2), (7, 8, 2), (8, 64, 1))  # group, head_dim, num_kv_heads
+DECODE_CASES = [
+    *(decode_case(f"{rows} rows", *LENS[:rows]) for rows in (1, 2, 3, 8, 9, 17)),
+    decode_case("only padding rows", 0, 0),
+    decode_case("many pages", 1000, 3, 517, padding_pages=3),
+    decode_case("a table without padding", 32, 16, padding_pages=0),
+    *(
+        decode_case(f"{g} queries a KV head, head_dim {d}", 17, 33, 1, group=g, head_dim=d, num_kv_heads=kv)
+        for g, d, kv in HEADS
+    ),
+    decode_case("pages of 1", 1, 2, 130, 127, page_size=1),
+    decode_case("pages of 4", 1, 4, 5, 128, 129, 0, page_size=4),
+    decode_case("pages of 48", 47, 48, 49, 100, page_size=48),
+    decode_case("pages of 64", 64, 63, 1, 65, 200, page_size=64),
+    decode_case("pages of 256", 255, 257, 1, page_size=256),
+    *(decode_case(f"window {w}", 1, 16, 17, 0, 40, 300, sliding_window=w) for w in (1, 3, 20, 130, 1000)),
+    decode_case("pages before the window are gone", 17, 300, 0, 36, sliding_window=20, free_before_window=True),
+    decode_case("soft cap", 17, 33, 130, soft_cap=1.0),
+    decode_case("soft cap and window", 17, 33, 130, soft_cap=1.0, sliding_window=5),
+    decode_case("shared pages", 40, 33, 16, 130, 32, 47, 2, shared_pages=2),
+    decode_case("bfloat16", *LENS[:9], q_type="bf16", kv_type="bf16", head_dim=64),
+    decode_case("bfloat16 pool", *LENS[:9], kv_type="bf16", head_dim=64),
+]
+
+MIXED = ((50, 1), (40, 13), (7, 1), (17, 17), (5, 0), (130, 1), (129, 2), (0, 0), (21, 5), (1, 1), (16, 16))
+RAGGED_CASES = [
+    Case("one row, its whole prompt", ((37, 37),)),
+    Case("one row, one query", ((37, 1),)),
+    Case("single queries between long rows", MIXED, padding_tokens=7),
+    Case("single queries only", ((17, 1), (1, 1), (130, 1), (0, 0), (16, 1)), padding_tokens=3),
+    Case("no queries at all", ((0, 0), (0, 0)), padding_tokens=4),
+    Case("17 rows", tuple((n, n if i % 3 else min(n, 1)) for i, n in enumerate(LENS))),
+    Case("chunks that begin inside a page", ((40, 13), (64, 16), (300, 20), (33, 31), (18, 2)), padding_tokens=6),
+    Case(
+        "more queries than a block",
+        ((300, 300), (127, 127), (3, 1), (128, 128), (129, 129), (400, 140)),
+        num_kv_heads=1,
+        padding_tokens=11,
+    ),
+    *(
+        Case(
+            f"{g} queries a KV head, head_dim {d}",
+            ((17, 9), (33, 1), (5, 5)),
+            group=g,
+            head_dim=d,
+            num_kv_heads=kv,
+            padding_tokens=1,
+        )
+        for g, d, kv in HEADS
+    ),
+    *(Case(f"pages of {size}", ((65, 9), (4, 4), (130, 1), (131, 3)), page_size=size) for size in (1, 4, 48, 64, 256)),
+    *(Case(f"window {w}", (*MIXED, (300, 30)), sliding_window=w) for w in (1, 3, 20, 130, 1000)),
+    Case("a window over many blocks", ((300, 300), (400, 140)), num_kv_heads=1, sliding_window=20),
+    Case(
+        "pages before the window are gone",
+        ((300, 30), (17, 17), (300, 1), (100, 2)),
+        sliding_window=20,
+        free_before_window=True,
+    ),
+    Case("soft cap", MIXED, soft_cap=1.0),
+    Case("soft cap and window", MIXED, soft_cap=1.0, sliding_window=5),
+    Case("shared pages", ((40, 8), (33, 1), (130, 9), (32, 0), (47, 15), (2, 2)), shared_pages=2),
+    Case("bfloat16", MIXED, q_type="bf16", kv_type="bf16", head_dim=64),
+    Case("bfloat16 pool", MIXED, kv_type="bf16", head_dim=64),
+]
+
+
+@cache
+def contexts(case: Case) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """The queries [num_tokens, ...], and each row's keys and values [context, num_kv_heads, head_dim]."""
+    rng = np.random.default_rng(len(case.name))
+
+    def normal(tokens: int, heads: int, kind: str) -> np.ndarray:
+        return rng.standard_normal((tokens, heads, case.head_dim)).astype(TYPES[kind])
+
+    q = normal(sum(n for _, n in case.rows) + case.padding_tokens, case.num_kv_heads * case.group, case.q_type)
+    keys = [normal(length, case.num_kv_heads, case.kv_type) for length, _ in case.rows]
+    values = [normal(length, case.num_kv_heads, case.kv_type) for length, _ in case.rows]
+    shared = case.shared_pages * case.page_size
+    if shared:
+        first = next(i for i, (length, _) in enumerate(case.rows) if length >= shared)
+        for row, (length, _) in enumerate(case.rows):
+            if length >= shared:
+                keys[row][:shared], values[row][:shared] = keys[first][:shared], values[first][:shared]
+    return q, keys, values
+
+
+@cache
+def make_inputs(case: Case) -> Inputs:
+    """The case's contexts spread over pages in a random order, and poison everywhere else."""
+    q, keys, values = contexts(case)
+    lens = np.array([length for length, _ in case.rows], np.int32)
+    counts = -(-lens // case.page_size)
+    pages_per_seq = max(counts.max() + case.padding_pages, 1)
+    num_pages = counts.sum() + 4
+    free = list(1 + np.random.default_rng(1).permutation(num_pages - 1))
+    shape = (num_pages, case.num_kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = (np.full(shape, np.nan, TYPES[case.kv_type]) for _ in range(2))
+    block_tables = np.zeros((len(lens), pages_per_seq), np.int32)
+    shared_ids: list[int] = []
+    for row, (length, queries) in enumerate(case.rows):
+        page_ids = [free.pop() for _ in range(counts[row])]
+        if case.shared_pages and length >= case.shared_pages * case.page_size:
+            shared_ids = shared_ids or page_ids[: case.shared_pages]
+            page_ids[: case.shared_pages] = shared_ids
+        block_tables[row, : len(page_ids)] = page_ids
+        unseen = max(0, length - queries + 1 - (case.sliding_window or length)) if case.free_before_window else 0
+        block_tables[row, : unseen // case.page_size] = 0
+        for at in range(unseen // case.page_size * case.page_size, length):
+            page, offset = page_ids[at // case.page_size], at % case.page_size
+            k_pages[page, :, offset], v_pages[page, :, offset] = keys[row][at], values[row][at]
+    query_starts = np.cumsum([0, *(queries for _, queries in case.rows)]).astype(np.int32)
+    return Inputs(q, k_pages, v_pages, block_tables, lens, query_starts)
+
+
+@cache
+def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What `oracle.attention` says for every token that is not padding."""
+    q, keys, values = contexts(case)
+    starts = make_inputs(case).query_starts
+    rows = [
+        oracle.attention(q[a:b], k, v, **case.options) for a, b, k, v in zip(starts, starts[1:], keys, values) if b > a
+    ]
+    if not rows:
+        return (np.zeros((0, *q.shape[1:])),) * 2
+    return tuple(np.concatenate(parts) for parts in zip(*rows))
+
+
+@cache
+def jitted(kernel, **options):
+    return jax.jit(partial(kernel, **options))
+
+
+def check_decode(kernel, case: Case) -> None:
+    """Raise AssertionError unless `kernel` gives the oracle's results, and zeros for padding rows."""
+    inputs = make_inputs(case)
+    seen = inputs.context_lens > 0
+    q = np.zeros((len(case.rows), *inputs.q.shape[1:]), inputs.q.dtype)
+    q[seen] = inputs.q
+    out = np.asarray(jitted(kernel, **case.options)(q, *inputs[1:-1]))
+    assert out.dtype == q.dtype and out.shape == q.shape
+    out = out.astype(np.float64)
+    assert not out[~seen].any(), "padding rows must give zeros"
+    assert_close(out[seen], case)
+
+
+def check_ragged(kernel, case: Case) -> None:
+    """Raise AssertionError unless `kernel` gives the oracle's results."""
+    inputs = make_inputs(case)
+    out = np.asarray(jitted(kernel, **case.options)(*inputs))
+    assert out.dtype == inputs.q.dtype and out.shape == inputs.q.shape
+    assert_close(out[: inputs.query_starts[-1]].astype(np.float64), case)
+
+
+def assert_close(out: np.ndarray, case: Case) -> None:
+    wanted, magnitude = expected(case)
+    assert np.isfinite(out).all(), f"{case.name}: {np.count_nonzero(~np.isfinite(out))} results are not finite"
+    worst = np.max(np.abs(out - wanted) / magnitude, initial=0)
+    bound = BOUNDS[case.q_type, case.kv_type]
+    assert worst <= bound, f"{case.name}: off by {worst:.2g} of the size of the values, allowed is {bound:.2g}"

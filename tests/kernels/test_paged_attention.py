@@ -1,0 +1,87 @@
+"""The decode kernel against the oracle, on every implementation."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from cases import DECODE_CASES, SCALE, Case, check_decode, decode_case, jitted, make_inputs
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import reference
+
+SMALL = decode_case("small", 17, 33, 5, 40)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_each_row_attends_to_its_own_context(case: Case, implementation):
+    check_decode(partial(paged_attention, implementation=implementation), case)
+
+
+def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(implementation):
+    q, *rest, _ = make_inputs(SMALL)
+    k_pages, v_pages, tables, lens = rest
+    kernel = jitted(partial(paged_attention, implementation=implementation), **SMALL.options)
+    order = np.array([2, 0, 3, 1])
+    together = np.asarray(kernel(q, *rest))
+    np.testing.assert_array_equal(kernel(q[order], k_pages, v_pages, tables[order], lens[order]), together[order])
+    # The neighbours' contexts change; NaN is allowed to nobody's neighbour.
+    lens = np.array([17, 0, 0, 1], np.int32)
+    np.testing.assert_allclose(kernel(q, k_pages, v_pages, tables, lens)[0], together[0], rtol=1e-6, atol=1e-7)
+
+
+def planted(change):
+    """The kernel with its arguments changed before the call."""
+
+    def kernel(q, k, v, tables, lens, **options):
+        args = dict(q=q, k_pages=k, v_pages=v, block_tables=tables, context_lens=lens, **options)
+        return paged_attention(**(args | change(args)))
+
+    return kernel
+
+
+BUGS = {
+    "a window one too long": lambda a: {"sliding_window": a["sliding_window"] and a["sliding_window"] + 1},
+    "a window one too short": lambda a: {"sliding_window": a["sliding_window"] and max(a["sliding_window"] - 1, 1)},
+    "no window": lambda a: {"sliding_window": None},
+    "no soft cap": lambda a: {"soft_cap": None},
+    "the usual scale": lambda a: {"scale": a["q"].shape[-1] ** -0.5},
+    "a scale off by a thousandth": lambda a: {"scale": a["scale"] * 1.001},
+    "one token too many": lambda a: {"context_lens": a["context_lens"] + (a["context_lens"] > 0)},
+    "one token too few": lambda a: {"context_lens": a["context_lens"] - (a["context_lens"] > 1)},
+    "unwritten slots of the last page": lambda a: {"context_lens": -(-a["context_lens"] // 16) * 16},
+    "the neighbouring page": lambda a: {"block_tables": a["block_tables"] ^ 1},
+    "pages in the wrong order": lambda a: {"block_tables": a["block_tables"].at[:, :2].set(a["block_tables"][:, 1::-1])},
+    "another row's pages": lambda a: {"block_tables": a["block_tables"][::-1]},
+    "query heads dealt out in turn": lambda a: {"q": a["q"].reshape(len(a["q"]), 2, 2, -1).swapaxes(1, 2).reshape(a["q"].shape)},
+    "keys for values": lambda a: {"v_pages": a["k_pages"]},
+}  # fmt: skip
+CATCHING = [
+    decode_case("plain", 17, 33, 5, 40),
+    decode_case("windowed", 17, 33, 5, 40, sliding_window=3),
+    decode_case("capped", 17, 33, 5, 40, soft_cap=1.0),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_cases_catch_a_planted_bug(bug):
+    assert caught(planted(BUGS[bug]))
+
+
+def test_the_cases_catch_a_missing_mask(monkeypatch):
+    monkeypatch.setattr(reference, "MASKED", 0.0)
+    assert caught(lambda *args, **options: paged_attention(*args, **options))
+
+
+def test_the_cases_pass_the_kernel_as_it_is():
+    assert not caught(paged_attention)
+
+
+def caught(kernel) -> bool:
+    for case in CATCHING:
+        try:
+            check_decode(kernel, case)
+        except AssertionError:
+            return True
+    return False
