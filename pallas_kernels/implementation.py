@@ -1,4 +1,4 @@
-"""Owns the choice between the implementations of a kernel, and the checks that all attention kernels share."""
+"""Owns the choice between the implementations of a kernel, and the checks that kernels share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ def resolve_implementation(kernel: str, implementation: str | None, available: t
     return implementation
 
 
-def check_pool(q, k_pages, v_pages, block_tables, context_lens) -> None:
-    """Raise ValueError unless the shapes and dtypes of an attention kernel's arguments fit each other."""
+def need(fits: bool, message: str) -> None:
+    if not fits:
+        raise ValueError(message)
 
-    def need(fits: bool, message: str):
-        if not fits:
-            raise ValueError(message)
 
-    need(q.ndim == 3, f"q must be [tokens, num_q_heads, head_dim], got shape {q.shape}")
+def check_pages(k_pages, v_pages) -> None:
+    """Raise ValueError unless the two arrays are a pool."""
     need(k_pages.ndim == 4, f"k_pages must be [num_pages, num_kv_heads, page_size, head_dim], got {k_pages.shape}")
     need(v_pages.shape == k_pages.shape, f"v_pages {v_pages.shape} must have the shape of k_pages {k_pages.shape}")
     need(v_pages.dtype == k_pages.dtype, f"v_pages ({v_pages.dtype}) must have the dtype of k_pages ({k_pages.dtype})")
+
+
+def check_pool(q, k_pages, v_pages, block_tables, context_lens) -> None:
+    """Raise ValueError unless the shapes and dtypes of an attention kernel's arguments fit each other."""
+    need(q.ndim == 3, f"q must be [tokens, num_q_heads, head_dim], got shape {q.shape}")
+    check_pages(k_pages, v_pages)
     need(q.shape[2] == k_pages.shape[3], f"head_dim of q ({q.shape[2]}) and of the pages ({k_pages.shape[3]}) differ")
     need(
         q.shape[1] % k_pages.shape[1] == 0,
@@ -52,3 +57,16 @@ def check_scores(sliding_window: int | None, soft_cap: float | None) -> None:
         raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be None or above 0, got {soft_cap}")
+
+
+def check_write(k_pages, v_pages, k, v, slot_mapping) -> None:
+    """Raise ValueError unless there is one key and one value of every head for each slot."""
+    check_pages(k_pages, v_pages)
+    need(
+        slot_mapping.ndim == 1 and slot_mapping.dtype == "int32",
+        f"slot_mapping must be int32 [num_tokens], got {slot_mapping.dtype} {slot_mapping.shape}",
+    )
+    # A shape that could be broadcast would fill many slots with one value.
+    shape = (slot_mapping.shape[0], k_pages.shape[1], k_pages.shape[3])
+    for name, array in (("k", k), ("v", v)):
+        need(array.shape == shape, f"{name} must be [num_tokens, num_kv_heads, head_dim] {shape}, got {array.shape}")

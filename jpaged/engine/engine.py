@@ -103,13 +103,14 @@ class Engine:
             longest = held
         self.max_model_len = longest
         self._pool = PagePool(num_pages, config.page_size)
+        self._buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=longest,
+            step_size=self._buckets.step_size,
         )
-        self._buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
         self._steps = CompiledSteps(
             model,
             params.weights,
@@ -151,7 +152,7 @@ class Engine:
         text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
         self._check(token_ids, sampling)
         if request_id is None:
-            request_id = f"request-{next(self._names)}"
+            request_id = next(name for i in self._names if (name := f"request-{i}") not in self._groups)
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
         group = _Group(request_id, text, token_ids, [], sampling.n)
@@ -159,7 +160,7 @@ class Engine:
         max_tokens = self.max_model_len - len(token_ids)
         for index in range(sampling.n):
             request = Request(
-                request_id=request_id if index == 0 else f"{request_id}/{index}",
+                request_id=f"{request_id}/{index}",  # with an index each, no two samples have one name
                 prompt_token_ids=token_ids,
                 sampling=sampling,
                 seed=_seed_of_sample(seed, index),

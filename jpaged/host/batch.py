@@ -17,6 +17,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
 FLOAT32 = np.finfo(np.float32)
 MIN_MIXED_TOKENS = 16
+STEP_COST = 32  # in tokens: about the time in which a step reads the weights
 FEW_SEQS, FEW_TOKENS = 8, 512  # where so few tokens are computed, scores over the vocabulary for all rows would show
 
 
@@ -55,6 +56,7 @@ class Buckets(NamedTuple):
 
     decode: tuple[int, ...]  # numbers of rows, ascending
     mixed: tuple[tuple[int, int], ...]  # (tokens, rows), ascending
+    mixed_tokens: tuple[int, ...]  # the numbers of tokens in `mixed`
     pages_per_seq: int
     page_size: int
 
@@ -62,24 +64,24 @@ class Buckets(NamedTuple):
     def make(cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int) -> Buckets:
         """Shapes for everything that a scheduler with these limits can plan.
 
-        Decode rows are padded by at most a quarter from 64 rows on, mixed tokens by at most a half from 256 tokens on.
+        Decode rows are padded by at most a quarter from 64 rows on. Numbers of mixed tokens double: `step_size` keeps
+        their padding low.
         """
         max_rows = min(max_num_seqs, max_num_batched_tokens)
         decode = [1, 2, 4, 8, 12, 16]
         while decode[-1] < max_rows:
             decode.append(decode[-1] + max(8, _power_of_two_below(decode[-1]) // 4))
-        tokens = [16, 32, 64, 128, 256]
         max_tokens = -(-max_num_batched_tokens // MIN_MIXED_TOKENS) * MIN_MIXED_TOKENS
-        while tokens[-1] < max_tokens:
-            tokens.append(tokens[-1] + _power_of_two_below(tokens[-1]) // 2)
+        mixed_tokens = _capped([MIN_MIXED_TOKENS << i for i in range(max_tokens.bit_length())], max_tokens)
         return cls(
             decode=_capped(decode, max_rows),
             mixed=tuple(
                 (num_tokens, num_seqs)
-                for num_tokens in _capped(tokens, max_tokens)
+                for num_tokens in mixed_tokens
                 for num_seqs in sorted({min(FEW_SEQS, max_rows), min(num_tokens, max_rows)})
                 if num_seqs > FEW_SEQS or num_tokens <= FEW_TOKENS or max_rows <= FEW_SEQS
             ),
+            mixed_tokens=mixed_tokens,
             pages_per_seq=-(-max_model_len // page_size),
             page_size=page_size,
         )
@@ -91,6 +93,17 @@ class Buckets(NamedTuple):
     def mixed_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
         """The least (tokens, rows) of a mixed batch that holds `num_seqs` rows of `num_tokens` tokens together."""
         return next(shape for shape in self.mixed if shape[0] >= num_tokens and shape[1] >= num_seqs)
+
+    def step_size(self, num_tokens: int) -> int:
+        """How many of a mixed batch's tokens to compute in this step: fewer than all where this step and the next one
+        waste less padding than one step of the next larger shape, and the cost of a step of its own too."""
+        sizes = self.mixed_tokens
+        larger = bisect_left(sizes, num_tokens)
+        if larger == 0:
+            return num_tokens
+        filled = sizes[larger - 1]
+        rest = sizes[bisect_left(sizes, num_tokens - filled)]
+        return filled if filled + rest + STEP_COST < sizes[larger] else num_tokens
 
     def all_shapes(self) -> list[tuple[int, int, bool]]:
         """Every (tokens, rows, whether a decode batch), for warm-up; the most used first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -39,7 +39,15 @@ class Scheduler:
     request is never preempted for want of pages and advances in each step; so every request ends.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        step_size: Callable[[int], int] | None = None,
+    ):
         for name, value in (
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
@@ -58,6 +66,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
@@ -125,7 +134,10 @@ class Scheduler:
             rows.append(Row(request, 0, num_tokens))
             budget -= num_tokens
 
-        return BatchPlan(rows, self.max_num_batched_tokens - budget) if rows else None
+        num_tokens = self.max_num_batched_tokens - budget
+        if self._step_size is not None and num_tokens > len(rows):
+            rows, num_tokens = self._cut(rows, num_tokens)
+        return BatchPlan(rows, num_tokens) if rows else None
 
     def update(self, plan: BatchPlan, sampled_tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
         """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token.
@@ -175,6 +187,22 @@ class Scheduler:
             assert not request.page_ids, f"{request.request_id} holds pages while it waits"
             assert request.num_computed_tokens == 0, f"{request.request_id} has computed tokens without pages"
         assert list(self._requests.values()) == [*self.running, *self.waiting], "not in the order of arrival"
+
+    def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
+        """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
+        keeps a token."""
+        assert self._step_size is not None
+        excess = num_tokens - self._step_size(num_tokens)
+        if excess > num_tokens - len(rows):
+            return rows, num_tokens
+        num_tokens -= excess
+        for i in reversed(range(len(rows))):
+            less = min(excess, rows[i].num_tokens - 1)
+            rows[i] = rows[i]._replace(num_tokens=rows[i].num_tokens - less)
+            excess -= less
+            if not excess:
+                break
+        return rows, num_tokens
 
     def _fits(self, request: Request) -> bool:
         return self.pool.pages_for(request.num_tokens) <= self.pool.num_free

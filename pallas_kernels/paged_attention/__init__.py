@@ -24,7 +24,7 @@ def paged_attention(
 
     Query head h reads KV head `h // (num_q_heads // num_kv_heads)`. `sliding_window` keeps the last that many tokens.
     `soft_cap` c maps a score s to `c * tanh(s / c)`. Scores and sums are float32, the result has q's dtype. A row with
-    `context_lens` 0 (padding) gives zeros. Slots past `context_lens` are never used, whatever they hold.
+    `context_lens` 0 (padding) gives zeros. Slots that the query does not see are never used, whatever they hold.
 
     Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that cannot serve them.
     Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180); running softmax, Milakov and Gimelshein 2018

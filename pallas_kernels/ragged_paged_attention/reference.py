@@ -55,14 +55,16 @@ def ragged_paged_attention(
         old = lax.dynamic_slice_in_dim(q, begin, queries)
         block = old.reshape(queries, num_kv_heads, group, head_dim)
         block = block.transpose(1, 0, 2, 3).reshape(num_kv_heads, queries * group, head_dim)
-        end = first_position + length  # tokens that the last query sees
+        # The block's queries see tokens from `first_seen` on, and before `end`.
+        first_seen = 0 if sliding_window is None else jnp.maximum(first_position - sliding_window + 1, 0)
+        end = first_position + length
 
         def turn(j, carry):
             top, total, acc = carry
             page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
             at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
             k = decode.gather_pages(k_pages, page_ids)  # [kv, tokens, d]
-            v = jnp.where((at < end)[:, None], decode.gather_pages(v_pages, page_ids), 0)
+            v = jnp.where(((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids), 0)
             scores = jnp.einsum("kqd,ktd->kqt", block, k.astype(block.dtype), preferred_element_type=jnp.float32)
             scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
             if soft_cap is not None:
@@ -85,8 +87,7 @@ def ragged_paged_attention(
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((*shape, head_dim), jnp.float32),
         )
-        low = 0 if sliding_window is None else jnp.maximum(first_position - sliding_window + 1, 0) // tokens
-        _, total, acc = lax.fori_loop(low, -(-end // tokens), turn, start)
+        _, total, acc = lax.fori_loop(first_seen // tokens, -(-end // tokens), turn, start)
         result = (acc / jnp.maximum(total, 1e-37)[..., None]).transpose(1, 0, 2, 3)
         result = result.reshape(queries, num_q_heads, head_dim).astype(q.dtype)
         mine = (jnp.arange(queries) < length)[:, None, None]

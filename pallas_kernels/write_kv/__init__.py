@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.implementation import resolve_implementation
+from pallas_kernels.implementation import check_write, resolve_implementation
 
 
 def write_kv(
@@ -20,7 +20,10 @@ def write_kv(
 
     Donate the pools to the surrounding `jit` and the write is in place. Padding tokens carry slots of page 0, where
     several may fall on one slot: what page 0 holds means nothing. Values are converted to the pools' dtype.
+
+    Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that cannot serve them.
     """
+    check_write(k_pages, v_pages, k, v, slot_mapping)
     resolve_implementation("write_kv", implementation)
     page_size = k_pages.shape[2]
     page, offset = slot_mapping // page_size, slot_mapping % page_size

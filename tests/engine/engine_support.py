@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jpaged
+from jpaged.checkpoint.loader import FAMILIES
 from jpaged.device.params import Params, weight_shapes
 from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import RequestOutput
@@ -20,7 +22,12 @@ from jpaged.host.sampling_params import SamplingParams
 from jpaged.models.config import ModelConfig
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
-FAMILIES = sorted(path.name for path in CHECKPOINTS.iterdir())
+# Those whose architecture is supported; a reference may lie there before its family does.
+LOADABLE = sorted(
+    path.parent.name
+    for path in CHECKPOINTS.glob("*/config.json")
+    if json.loads(path.read_text())["architectures"][0] in FAMILIES
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "page_size": 4, "num_pages": 65}
 

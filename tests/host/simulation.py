@@ -103,6 +103,7 @@ class Workload:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    cuts: bool  # whether steps leave a third of their tokens to the next one
     arrivals: list[Arrival]
 
 
@@ -137,6 +138,7 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
         max_num_seqs=integer(1, 10),
         max_num_batched_tokens=integer(1, 12) if chance(50) else integer(1, 100),
         max_model_len=max_model_len,
+        cuts=chance(30),
         arrivals=arrivals,
     )
 
@@ -169,7 +171,11 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
     pool = PagePool(workload.num_pages, workload.page_size)
     limits = workload.max_num_seqs, workload.max_num_batched_tokens, workload.max_model_len
     scheduler = Scheduler(
-        pool, max_num_seqs=limits[0], max_num_batched_tokens=limits[1], max_model_len=workload.max_model_len
+        pool,
+        max_num_seqs=limits[0],
+        max_num_batched_tokens=limits[1],
+        max_model_len=workload.max_model_len,
+        step_size=(lambda num_tokens: -(-2 * num_tokens // 3)) if workload.cuts else None,
     )
     buckets = Buckets.make(*limits, workload.page_size)
     device = FakeDevice(workload.num_pages, workload.page_size)

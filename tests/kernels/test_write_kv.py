@@ -1,0 +1,99 @@
+"""Writing keys and values into their slots."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import write_kv
+
+NUM_PAGES, HEADS, PAGE_SIZE, HEAD_DIM = 9, 3, 4, 8
+SHAPE = (NUM_PAGES, HEADS, PAGE_SIZE, HEAD_DIM)
+SLOTS = np.array([4, 7, 8, 35, 13, 21, 20, 6], np.int32)
+
+
+def arrays(pool_type=np.float32, new_type=np.float32, num_tokens=len(SLOTS)):
+    rng = np.random.default_rng(0)
+    pools = [rng.standard_normal(SHAPE).astype(pool_type) for _ in range(2)]
+    new = [rng.standard_normal((num_tokens, HEADS, HEAD_DIM)).astype(new_type) for _ in range(2)]
+    return *pools, *new
+
+
+def written(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """The definition: token by token, head by head."""
+    pages = pages.copy()
+    for token, slot in enumerate(slots):
+        for head in range(HEADS):
+            pages[slot // PAGE_SIZE, head, slot % PAGE_SIZE] = new[token, head].astype(pages.dtype)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("pool_type", "new_type"),
+    [(np.float32, np.float32), (jnp.bfloat16, np.float32), (np.float32, jnp.bfloat16), (jnp.bfloat16, jnp.bfloat16)],
+)
+def test_values_land_in_their_slots_converted_and_nothing_else_changes(pool_type, new_type, implementation):
+    k_pages, v_pages, k, v = arrays(pool_type, new_type)
+    out_k, out_v = jax.jit(partial(write_kv, implementation=implementation))(k_pages, v_pages, k, v, SLOTS)
+    assert out_k.dtype == out_v.dtype == pool_type
+    np.testing.assert_array_equal(out_k, written(k_pages, k, SLOTS))
+    np.testing.assert_array_equal(out_v, written(v_pages, v, SLOTS))
+
+
+def test_padding_that_falls_on_the_same_slots_of_page_0_harms_no_other_page(implementation):
+    slots = np.array([0, 9, 0, 0, 30, 0, 1, 0], np.int32)
+    k_pages, v_pages, k, v = arrays()
+    k[slots < PAGE_SIZE], v[slots < PAGE_SIZE] = np.nan, np.nan
+    out_k, out_v = jax.jit(partial(write_kv, implementation=implementation))(k_pages, v_pages, k, v, slots)
+    np.testing.assert_array_equal(out_k[1:], written(k_pages, k, slots)[1:])
+    np.testing.assert_array_equal(out_v[1:], written(v_pages, v, slots)[1:])
+
+
+def compiled(implementation, donate: bool):
+    pool = jax.ShapeDtypeStruct((4096, HEADS, 16, 64), jnp.float32)
+    new = jax.ShapeDtypeStruct((32, HEADS, 64), jnp.float32)
+    write = jax.jit(partial(write_kv, implementation=implementation), donate_argnums=(0, 1) if donate else ())
+    memory = write.lower(pool, pool, new, new, jax.ShapeDtypeStruct((32,), jnp.int32)).compile().memory_analysis()
+    return memory, 2 * pool.size * pool.dtype.itemsize
+
+
+def test_donated_pools_are_written_where_they_lie(implementation):
+    memory, pool_bytes = compiled(implementation, donate=True)
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 100
+    k_pages, v_pages, k, v = (jnp.asarray(x) for x in arrays())
+    where = [pages.unsafe_buffer_pointer() for pages in (k_pages, v_pages)]
+    out = jax.jit(partial(write_kv, implementation=implementation), donate_argnums=(0, 1))(
+        k_pages, v_pages, k, v, SLOTS
+    )
+    assert [pages.unsafe_buffer_pointer() for pages in out] == where
+
+
+def test_pools_that_are_not_donated_are_copied_as_the_analysis_shows(implementation):
+    memory, _ = compiled(implementation, donate=False)
+    assert memory.alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("k_pages", np.zeros(SHAPE[1:], np.float32), ("k_pages", "(3, 4, 8)")),
+        ("v_pages", np.zeros((9, 3, 5, 8), np.float32), ("v_pages", "(9, 3, 5, 8)", "k_pages", "(9, 3, 4, 8)")),
+        ("k", np.zeros((1, HEADS, HEAD_DIM), np.float32), ("k must", "(1, 3, 8)", "(8, 3, 8)")),
+        ("v", np.zeros((8, HEADS, 1), np.float32), ("v must", "(8, 3, 1)", "(8, 3, 8)")),
+        ("slot_mapping", SLOTS.astype(np.int64), ("slot_mapping", "int32", "int64")),
+        ("slot_mapping", SLOTS[None], ("slot_mapping", "(1, 8)")),
+        ("implementation", "cuda", ("implementation", "'cuda'", "xla")),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(name, value, words):
+    k_pages, v_pages, k, v = arrays()
+    args = dict(k_pages=k_pages, v_pages=v_pages, k=k, v=v, slot_mapping=SLOTS) | {name: value}
+    with pytest.raises(ValueError) as caught:
+        write_kv(**args)
+    for word in words:
+        assert word in str(caught.value), caught.value
