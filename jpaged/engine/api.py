@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,18 +69,53 @@ def stream(
     with _lock:
         engine = _engine_for(params, options)
         # Requests are checked and queued now and not at the first `next`, so that an error comes from this call.
-        ids = _add_all(engine, prompt_list, sampling, names=[str(i) for i in range(len(prompt_list))])
-    return _stream(engine, ids)
+        try:
+            ids = _add_all(engine, prompt_list, sampling, names=[str(i) for i in range(len(prompt_list))])
+        except BaseException:
+            engine.weights = None
+            raise
+    return _Stream(engine, ids)
 
 
-def _stream(engine: Engine, ids: list[str]) -> Iterator[RequestOutput]:
-    try:
-        while engine.has_unfinished_requests():
-            yield from engine.step()
-    finally:
-        for request_id in ids:
-            engine.abort(request_id)
-        engine.weights = None
+class _Stream:
+    """Outputs as they come. A generator would not do: one that was never begun has no `finally` to free the engine."""
+
+    def __init__(self, engine: Engine, ids: list[str]):
+        self._engine = engine
+        self._unfinished = dict.fromkeys(ids)
+        self._outputs: deque[RequestOutput] = deque()
+        if not ids:
+            engine.weights = None
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        while not self._outputs and self._unfinished:
+            try:
+                self._outputs.extend(self._engine.step())
+            except BaseException:
+                self.close()
+                raise
+            for output in self._outputs:
+                if output.finished:
+                    del self._unfinished[output.request_id]
+            if not self._unfinished:
+                self._engine.weights = None
+        if not self._outputs:
+            raise StopIteration
+        return self._outputs.popleft()
+
+    def close(self) -> None:
+        """Abort what is unfinished. The engine may serve others once all is finished, so nothing else is touched."""
+        self._outputs.clear()
+        if self._unfinished:
+            for request_id in self._unfinished:
+                self._engine.abort(request_id)
+            self._unfinished.clear()
+            self._engine.weights = None
+
+    __del__ = close
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -89,7 +124,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         return [prompts]
     if hasattr(prompts, "__array__"):
         return list(prompts) if getattr(prompts, "ndim", 1) > 1 else [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise ValueError(f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}")
     prompts = list(prompts)
     if prompts and not isinstance(prompts[0], (str, Sequence)) and not hasattr(prompts[0], "__len__"):
@@ -145,14 +180,15 @@ def _add_all(
     if sampling is None or isinstance(sampling, SamplingParams):
         each = [sampling] * len(prompts)
     else:
+        if not isinstance(sampling, Sequence):
+            raise ValueError(f"sampling must be SamplingParams or a list of them, got {type(sampling).__name__}")
         each = list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(each)} SamplingParams: give one, or one each")
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise ValueError(f"sampling must be SamplingParams or a list of them, got {type(one).__name__}")
-    if engine.has_unfinished_requests():
-        raise ValueError("this engine is in use: finish or close the running stream first")
+    _check_idle(engine)
     ids: list[str] = []
     try:
         for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
@@ -171,7 +207,7 @@ def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:
     leaves, structure = jax.tree.flatten(params.weights)
     key = (
         params.config,
-        id(params.tokenizer),
+        params.tokenizer,
         config,
         structure,
         tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "sharding", None)) for leaf in leaves),
@@ -182,6 +218,11 @@ def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:
             _engines.popitem(last=False)
         engine = Engine(params, config)
     _engines[key] = engine
-    if not engine.has_unfinished_requests():
-        engine.weights = params.weights
+    _check_idle(engine)
+    engine.weights = params.weights
     return engine
+
+
+def _check_idle(engine: Engine) -> None:
+    if engine.has_unfinished_requests():
+        raise ValueError("this engine is in use: finish or close the running stream first")

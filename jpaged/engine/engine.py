@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ class Engine:
 
     def __init__(self, params: Params, config: EngineConfig | None = None, **options: Any):
         if options:
-            config = replace(config, **options) if config else EngineConfig.from_options(options)
+            config = EngineConfig.from_options((asdict(config) if config else {}) | options)
         self.config = config = config or EngineConfig()
         self.model_config = model = params.config
         self.tokenizer = params.tokenizer
@@ -73,9 +73,14 @@ class Engine:
         self._compile_counter = compile_counter()
         compiles, began = self._compile_counter.compiles, time.perf_counter()
 
-        leaf = jax.tree.leaves(params.weights)[0]
-        device = next(iter(leaf.devices()))
-        kv_dtype = config.dtype or leaf.dtype
+        leaves = jax.tree.leaves(params.weights)
+        for leaf in leaves:
+            if not isinstance(leaf, jax.Array):
+                raise ValueError(
+                    f"weights must lie on a device, but one is a {type(leaf).__name__}: use jax.device_put(params)"
+                )
+        device = next(iter(leaves[0].devices()))
+        kv_dtype = config.dtype or leaves[0].dtype
         max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or 2048
         longest = config.max_model_len or model.max_position
@@ -135,7 +140,6 @@ class Engine:
         self.warm_up_seconds = time.perf_counter() - began
         self.warm_up_compiles = self._compile_counter.compiles - compiles
         self.stats = EngineStats()
-        self._compiles_before = self._compile_counter.compiles
         self._groups: dict[str, _Group] = {}
         self._samples: dict[str, _Sample] = {}
         self._names = itertools.count()
@@ -148,7 +152,9 @@ class Engine:
         Returns the request's id. Raises ValueError for a prompt or sampling that cannot be served; nothing is queued
         then.
         """
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
         self._check(token_ids, sampling)
         if request_id is None:
@@ -179,12 +185,14 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return []
+        compiles = self._compile_counter.compiles
         batch, rows = pack(plan.rows, self._buckets, self.model_config.vocab_size, with_rope_lens=self._with_rope_lens)
         self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
         token_ids, logprobs = jax.device_get((token_ids, logprobs))
         gained = self._scheduler.update(plan._replace(rows=rows), token_ids, logprobs)
         outputs = self._outputs(gained)
         self._record(plan.num_tokens, batch, len(gained))
+        self.stats.num_compiles += self._compile_counter.compiles - compiles  # others compile too, between the steps
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -275,7 +283,6 @@ class Engine:
             num_tokens=self._scheduler.num_computed_tokens, num_slots=self._pool.num_used * self._pool.page_size
         )
         self.stats.num_preemptions = self._scheduler.num_preemptions
-        self.stats.num_compiles = self._compile_counter.compiles - self._compiles_before
         if self.config.check_integrity:
             self._scheduler.check()
 

@@ -73,4 +73,4 @@ class RequestOutput:
 
     @property
     def latencies(self) -> list[Latencies]:
-        return [Latencies.of(output._request) for output in self.outputs]
+        return [Latencies.of(output._request, output._num_tokens) for output in self.outputs]

@@ -173,7 +173,6 @@ def test_what_a_caller_does_to_an_output_or_prompt_does_not_reach_the_engine(eng
     prompt.clear()
     output = engine.step()[0]
     output.outputs[0].token_ids.clear()
-    output.prompt_token_ids.clear()
     assert support.tokens(support.finish(engine).values()) == expected
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,7 @@ def arguments(kernel: str) -> dict:
 
 
 def call(kernel: str, implementation: str | None):
-    return jax.jit(partial(KERNELS[kernel], implementation=implementation), static_argnames="scale")(**arguments(kernel))
+    return KERNELS[kernel](**jax.tree.map(jnp.asarray, arguments(kernel)), implementation=implementation)
 
 
 def refused(kernel: str, change: dict, words: tuple[str, ...], error=ValueError) -> None:

@@ -16,10 +16,10 @@ SHAPE = (NUM_PAGES, HEADS, PAGE_SIZE, HEAD_DIM)
 SLOTS = np.array([4, 7, 8, 35, 13, 21, 20, 6], np.int32)
 
 
-def arrays(pool_type=np.float32, new_type=np.float32, num_tokens=len(SLOTS)):
+def arrays(pool_type=np.float32, new_type=np.float32):
     rng = np.random.default_rng(0)
     pools = [rng.standard_normal(SHAPE).astype(pool_type) for _ in range(2)]
-    new = [rng.standard_normal((num_tokens, HEADS, HEAD_DIM)).astype(new_type) for _ in range(2)]
+    new = [rng.standard_normal((len(SLOTS), HEADS, HEAD_DIM)).astype(new_type) for _ in range(2)]
     return *pools, *new
 
 

@@ -1,0 +1,194 @@
+"""After warm-up nothing compiles, whatever comes; a second start compiles nothing; new weights compile nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import weakref
+
+import engine_support as support
+import jax
+import pytest
+import workloads
+
+import jpaged
+from jpaged.engine import api
+from jpaged.engine.compile import LateCompileError, use_compilation_cache
+from jpaged.host.batch import Buckets
+from jpaged.host.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("engine")
+
+
+class Events(list):
+    """What JAX says that it does: with the counter of the engine itself, a mistake there would pass."""
+
+    def __init__(self):
+        super().__init__()
+        jax.monitoring.register_event_duration_secs_listener(lambda event, duration, **_: self.append(event))
+
+    def compiles(self) -> int:
+        """Programs that were compiled or brought from the persistent cache; traced functions too."""
+        return sum(event.startswith("/jax/core/compile/") for event in self)
+
+
+@pytest.fixture(scope="module")
+def events():
+    heard = Events()  # JAX has no public way to end listening, so there is one for the module
+    jax.jit(lambda x: x * 3 + len(heard))(1.0)
+    assert heard.compiles() > 0, "JAX's events have other names now, so this module would notice nothing"
+    return heard
+
+
+@pytest.fixture(scope="module")
+def warm():
+    shape = workloads.SHAPES[0]
+    return support.build(
+        support.tiny("llama"), warm_up=True, late_compile="error", max_model_len=workloads.MAX_MODEL_LEN, **shape
+    )
+
+
+def test_a_ragged_workload_compiles_nothing_after_warm_up(warm, events):
+    drawn = [workloads.draw_workload(random.Random(seed).randint) for seed in range(400, 440)]
+    drawn = [workload for workload in drawn if workload.shape == 0]
+    for workload in drawn:
+        workloads.expect(workload)
+    before = events.compiles()
+    preemptions = sum(workloads.run(workload, served_by=warm) for workload in drawn)
+    assert preemptions > 5 and any(a.abort_step is not None for workload in drawn for a in workload.arrivals)
+    assert events.compiles() == before
+    assert warm.stats.num_compiles == 0
+
+
+def test_every_number_of_rows_and_tokens_has_a_compiled_shape(warm, events):
+    before = events.compiles()
+    sampling = SamplingParams(temperature=1, top_k=5, top_p=0.9, min_p=0.01, max_tokens=3, min_tokens=1)
+    for rows in range(1, 6):
+        for length in (1, 2, 15, 16, 17, 61):
+            support.serve(warm, [[5] * length] * rows, sampling)
+    assert events.compiles() == before
+
+
+def test_a_late_compile_is_an_error_if_asked_and_the_engine_goes_on(warm, monkeypatch):
+    expected = support.tokens(support.serve(warm, [[5, 6, 7], [8, 9]]))
+    engine_buckets = warm._buckets
+    ids = [warm.add_request(prompt, support.GREEDY) for prompt in ([5, 6, 7], [8, 9])]
+    odd = engine_buckets._replace(decode=(3,), mixed=((17, 3),))
+    monkeypatch.setattr(warm, "_buckets", odd)
+    with pytest.raises(LateCompileError, match="17 tokens in 3 rows.*late_compile='error'"):
+        warm.step()
+    monkeypatch.setattr(warm, "_buckets", engine_buckets)
+    warm.step()
+    monkeypatch.setattr(warm, "_buckets", odd)
+    with pytest.raises(LateCompileError, match="3 tokens in 3 rows"):
+        warm.step()
+    monkeypatch.setattr(warm, "_buckets", engine_buckets)
+    finished = support.finish(warm)
+    assert support.tokens(finished[i] for i in ids) == expected
+    support.assert_idle(warm)
+
+
+def test_a_late_compile_is_counted_and_told_if_allowed(caplog, monkeypatch):
+    monkeypatch.setattr(Buckets, "all_shapes", lambda self: [(1, 1, True)])
+    engine = support.build(support.tiny("llama"), warm_up=True, max_num_seqs=1, max_num_batched_tokens=16)
+    support.serve(engine, [[1, 2, 3]])
+    assert "a batch of 16 tokens in 1 rows was not compiled at warm-up: compiling it now" in caplog.text
+
+
+SECOND_START = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import engine_support as support
+engine = support.build(support.tiny("llama"), warm_up=True, late_compile="error", max_num_seqs=2,
+                       compilation_cache_dir=sys.argv[2] or None)
+tokens = support.tokens(support.serve(engine, [[5, 6, 7], [8, 9]]))
+print(json.dumps([engine.warm_up_compiles, engine.stats.num_compiles, tokens]))
+"""
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_a_second_start_compiles_nothing(tmp_path, by_option):
+    """The cache is the one of the option, or, if the program chose none, that of the user."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    env |= {"JAX_PLATFORMS": "cpu", "JPAGED_CACHE": str(tmp_path / "user"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SECOND_START, os.path.dirname(__file__), str(tmp_path / "own") * by_option]
+    starts = []
+    for _ in range(2):
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        starts.append(json.loads(result.stdout.splitlines()[-1]))
+    (first_compiles, _, first_tokens), (second_compiles, late_compiles, second_tokens) = starts
+    assert first_compiles >= 3 and second_compiles == late_compiles == 0
+    assert first_tokens == second_tokens
+    assert any((tmp_path / ("own" if by_option else "user/xla")).iterdir())
+    assert (tmp_path / "user").exists() is not by_option
+
+
+def test_a_cache_that_the_program_chose_stays():
+    chosen = jax.config.jax_compilation_cache_dir
+    assert chosen, "conftest.py chooses one"
+    use_compilation_cache(None)
+    assert jax.config.jax_compilation_cache_dir == chosen
+
+
+@pytest.fixture
+def no_engines():
+    api._engines.clear()
+    yield
+    api._engines.clear()
+
+
+OPTIONS = support.LIMITS | {"max_num_seqs": 2, "check_integrity": True}
+
+
+def test_new_weights_of_the_same_shapes_compile_nothing_and_count(no_engines, events):
+    params = support.tiny("llama")
+    prompt = support.reference("llama")["input_ids"][0].tolist()
+    stored = support.reference("llama")["greedy"][0].tolist()
+    assert support.tokens(jpaged.generate(params, prompt, support.GREEDY, **OPTIONS)) == [stored]
+    other = jax.block_until_ready(jax.tree.map(lambda w: w[::-1] * 1.5, params))
+    before = events.compiles()
+    changed = support.tokens(jpaged.generate(other, prompt, support.GREEDY, **OPTIONS))
+    assert events.compiles() == before
+    assert changed != [stored]
+    assert changed == support.tokens(support.serve(support.build(other, **OPTIONS), [prompt]))
+    assert support.tokens(jpaged.generate(params, prompt, support.GREEDY, **OPTIONS)) == [stored]
+    assert len(api._engines) == 1
+
+
+def test_the_engine_that_is_kept_does_not_keep_the_weights_alive(no_engines):
+    params = jax.tree.map(lambda w: w + 0, support.tiny("llama"))
+    jpaged.generate(params, [1, 2, 3], support.GREEDY, **OPTIONS)
+    for output in jpaged.stream(params, [1, 2, 3], support.GREEDY, **OPTIONS):
+        assert output.outputs
+    with pytest.raises(ValueError):
+        jpaged.generate(params, [], **OPTIONS) or jpaged.generate(params, [[]], **OPTIONS)
+    with pytest.raises(ValueError):
+        jpaged.stream(params, [999], **OPTIONS)
+    watched = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+    del params
+    gc.collect()
+    assert [ref for ref in watched if ref() is not None] == []
+    assert len(api._engines) == 1, "the engine itself is kept"
+
+
+def test_few_engines_are_kept(no_engines):
+    params = support.tiny("llama")
+    kept = []
+    for num_pages in (17, 18, 19):
+        jpaged.generate(params, [1, 2], support.GREEDY, **(OPTIONS | {"num_pages": num_pages, "warm_up": False}))
+        kept.append(weakref.ref(next(reversed(api._engines.values()))))
+    assert len(api._engines) == api.MAX_ENGINES == 2
+    gc.collect()
+    assert kept[0]() is None, "the oldest one's KV pool is freed"
+
+
+def test_the_same_checkpoint_loaded_again_shares_the_engine(no_engines):
+    for _ in range(2):
+        params = jpaged.load(support.CHECKPOINTS / "llama")
+        jpaged.generate(params, [1, 2], support.GREEDY, **OPTIONS)
+    assert len(api._engines) == 1
