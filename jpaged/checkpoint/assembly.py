@@ -25,7 +25,7 @@ ALIGNMENT = 64
 class Planned(NamedTuple):
     """A weight to be made."""
 
-    path: str  # "layers.0.qkv"
+    path: str  # "layers.0.q"
     shape: tuple[int, ...]
     weight: Weight
     sources: tuple[StoredTensor, ...]  # one for each part

@@ -32,7 +32,7 @@ def load(
         path_or_id: A path on this machine, or "org/name" on the Hugging Face hub, downloaded or taken from its cache.
         dtype: Of the weights: float32, bfloat16 or float16. None: float32 on the CPU, bfloat16 elsewhere.
         sharding: Where weights are made: None (the default device), a `jax.sharding.Sharding` for all, a function
-            `(path, shape) -> Sharding or None` with paths like "layers.0.qkv", or a tree like `Params.weights`, where a
+            `(path, shape) -> Sharding or None` with paths like "layers.0.q", or a tree like `Params.weights`, where a
             sharding may stand for all that is below it.
         revision: Of the hub repository: a branch, tag or commit.
 

@@ -104,9 +104,9 @@ def rope_angles(
     return lax.optimization_barrier(both)
 
 
-def rotate(x: Float[Array, "... num_kv_heads heads head_dim"], angles: Float[Array, "... 2 head_dim"]):
+def rotate(x: Float[Array, "... heads head_dim"], angles: Float[Array, "... 2 head_dim"]):
     """Rotary embedding over the two halves of each head (Su et al. 2021, arXiv:2104.09864, in the half-split order)."""
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     swapped = halves[..., ::-1, :].reshape(x.shape)
-    cos, sin = angles[..., 0, None, None, :], angles[..., 1, None, None, :]
+    cos, sin = angles[..., 0, None, :], angles[..., 1, None, :]
     return (halves.reshape(x.shape) * cos + swapped * sin).astype(x.dtype)

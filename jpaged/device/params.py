@@ -14,21 +14,23 @@ class Params:
     """Weights (leaves) and their `ModelConfig` and tokenizer (static). `jax.tree.map`, `jax.grad`, optax, Orbax and
     `jax.device_put` work on it unchanged.
 
-    `weights` is a nested dict (`group` = query heads per KV head):
+    `weights` is a nested dict:
 
-        embed       [vocab, d_model]                        absent when `config.tie_embeddings`
-        head        [d_model, vocab]                        the embedding too, read by columns, when tied
+        embed       [vocab, d_model]                 absent when `config.tie_embeddings`
+        head        [d_model, vocab]                 the embedding too, read by columns, when tied
         final_norm  [d_model]
         layers      a tuple with one dict per layer:
             attn_norm, mlp_norm  [d_model]
-            qkv      [d_model, num_kv_heads, group + 2, head_dim]   per KV head: its queries, then key, then value
-            out      [num_kv_heads, group, head_dim, d_model]
-            gate_up  [d_model, 2, d_ff]
+            q        [d_model, num_q_heads, head_dim]
+            k, v     [d_model, num_kv_heads, head_dim]
+            out      [num_q_heads, head_dim, d_model]
+            gate, up [d_model, d_ff]
             down     [d_ff, d_model]
-            qkv_bias, out_bias, gate_up_bias, down_bias             without the leading input axis, where the config
-                                                                    has them
+            q_bias, k_bias, v_bias, out_bias, gate_bias, up_bias, down_bias   without the leading input axes, where the
+                                                                             config has them
 
-    Keeping heads and halves as axes of their own means that a tensor-parallel split is a split of one axis.
+    Query head h attends to KV head `h // (num_q_heads // num_kv_heads)`. Heads are an axis of their own, so that a
+    tensor-parallel split is a split of one axis.
     """
 
     __slots__ = ("weights", "config", "tokenizer")
@@ -56,22 +58,25 @@ class Params:
 
 def weight_shapes(config: ModelConfig) -> dict[str, Any]:
     """The tree of `Params.weights` with a shape (tuple of ints) in the place of each array."""
-    d, ff, kv, group, hd = config.d_model, config.d_ff, config.num_kv_heads, config.queries_per_kv, config.head_dim
+    d, ff, hd = config.d_model, config.d_ff, config.head_dim
+    heads, kv_heads = config.num_q_heads, config.num_kv_heads
     layer = {
         "attn_norm": (d,),
         "mlp_norm": (d,),
-        "qkv": (d, kv, group + 2, hd),
-        "out": (kv, group, hd, d),
-        "gate_up": (d, 2, ff),
+        "q": (d, heads, hd),
+        "k": (d, kv_heads, hd),
+        "v": (d, kv_heads, hd),
+        "out": (heads, hd, d),
+        "gate": (d, ff),
+        "up": (d, ff),
         "down": (ff, d),
     }
     if config.attention_bias:
-        layer["qkv_bias"] = (kv, group + 2, hd)
+        layer |= {"q_bias": (heads, hd), "k_bias": (kv_heads, hd), "v_bias": (kv_heads, hd)}
     if config.output_bias:
-        layer["out_bias"] = (d,)
+        layer |= {"out_bias": (d,)}
     if config.mlp_bias:
-        layer["gate_up_bias"] = (2, ff)
-        layer["down_bias"] = (d,)
+        layer |= {"gate_bias": (ff,), "up_bias": (ff,), "down_bias": (d,)}
     shapes: dict[str, Any] = {
         "head": (d, config.vocab_size),
         "final_norm": (d,),

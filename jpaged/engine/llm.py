@@ -57,4 +57,8 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of each of several."""
-        return run(self.engine, as_prompts(messages), sampling_params, progress=use_tqdm)
+        conversations = as_prompts(messages)
+        for one in conversations:
+            if not (isinstance(one, Sequence) and len(one) and isinstance(one[0], Mapping)):
+                raise ValueError(f"chat takes messages, such as [{{'role': 'user', 'content': ...}}], got {one!r}")
+        return run(self.engine, conversations, sampling_params, progress=use_tqdm)

@@ -47,24 +47,19 @@ def decode(
 # A jit of its own so that the loop above traces and lowers one layer, not all of them; XLA inlines the calls.
 @partial(jax.jit, static_argnums=(0, 1))
 def _layer(config: ModelConfig, attend: Attend, layer: dict[str, Any], x, angles, cache, context):
-    group = config.queries_per_kv
+    def project(name: str, x, inputs: int = 1):
+        out = linear(x, layer[name], inputs)
+        bias = layer.get(f"{name}_bias")
+        return out if bias is None else out + bias
+
     with jax.named_scope("attention"):
         normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
-        qkv = linear(normed, layer["qkv"])
-        if config.attention_bias:
-            qkv += layer["qkv_bias"]
-        rotated = rotate(qkv[..., : group + 1, :], angles)
-        q = rotated[..., :group, :].reshape(*qkv.shape[:-3], config.num_q_heads, config.head_dim)
-        out, cache = attend(config, q, rotated[..., group, :], qkv[..., group + 1, :], cache, context)
-        out = linear(out.reshape(*qkv.shape[:-2], group, config.head_dim), layer["out"], inputs=3)
-        x += out + layer["out_bias"] if config.output_bias else out
+        q, k, v = project("q", normed), project("k", normed), project("v", normed)
+        out, cache = attend(config, rotate(q, angles), rotate(k, angles), v, cache, context)
+        x += project("out", out, inputs=2)
     with jax.named_scope("mlp"):
         normed = rms_norm(x, layer["mlp_norm"], config.norm_eps)
-        both = linear(normed, layer["gate_up"])
-        if config.mlp_bias:
-            both += layer["gate_up_bias"]
-        down = linear(ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :], layer["down"])
-        x += down + layer["down_bias"] if config.mlp_bias else down
+        x += project("down", ACTIVATIONS[config.activation](project("gate", normed)) * project("up", normed))
     return x, cache
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.published import Part, Weight, number, rope_from_hf, rope_to_hf, token_ids
 
-QUERIES, KEY, VALUE = np.s_[..., :-2, :], np.s_[..., -2, :], np.s_[..., -1, :]
-GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 LAYER, BLOCK = "model.layers.{i}.", "blk.{i}."
 ATTN, MLP = LAYER + "self_attn.", LAYER + "mlp."
 
@@ -22,37 +20,19 @@ WEIGHTS = {
     "final_norm": Weight((Part("model.norm.weight", "output_norm.weight"),)),
     "layers.{i}.attn_norm": Weight((Part(LAYER + "input_layernorm.weight", BLOCK + "attn_norm.weight"),)),
     "layers.{i}.mlp_norm": Weight((Part(LAYER + "post_attention_layernorm.weight", BLOCK + "ffn_norm.weight"),)),
-    "layers.{i}.qkv": Weight(
-        (
-            Part(ATTN + "q_proj.weight", BLOCK + "attn_q.weight", QUERIES, rotary=True),
-            Part(ATTN + "k_proj.weight", BLOCK + "attn_k.weight", KEY, rotary=True),
-            Part(ATTN + "v_proj.weight", BLOCK + "attn_v.weight", VALUE),
-        ),
-        columns=(0,),
-    ),
-    "layers.{i}.out": Weight((Part(ATTN + "o_proj.weight", BLOCK + "attn_output.weight"),), columns=(0, 1, 2)),
-    "layers.{i}.gate_up": Weight(
-        (
-            Part(MLP + "gate_proj.weight", BLOCK + "ffn_gate.weight", GATE),
-            Part(MLP + "up_proj.weight", BLOCK + "ffn_up.weight", UP),
-        ),
-        columns=(0,),
-    ),
+    "layers.{i}.q": Weight((Part(ATTN + "q_proj.weight", BLOCK + "attn_q.weight", rotary=True),), columns=(0,)),
+    "layers.{i}.k": Weight((Part(ATTN + "k_proj.weight", BLOCK + "attn_k.weight", rotary=True),), columns=(0,)),
+    "layers.{i}.v": Weight((Part(ATTN + "v_proj.weight", BLOCK + "attn_v.weight"),), columns=(0,)),
+    "layers.{i}.out": Weight((Part(ATTN + "o_proj.weight", BLOCK + "attn_output.weight"),), columns=(0, 1)),
+    "layers.{i}.gate": Weight((Part(MLP + "gate_proj.weight", BLOCK + "ffn_gate.weight"),), columns=(0,)),
+    "layers.{i}.up": Weight((Part(MLP + "up_proj.weight", BLOCK + "ffn_up.weight"),), columns=(0,)),
     "layers.{i}.down": Weight((Part(MLP + "down_proj.weight", BLOCK + "ffn_down.weight"),), columns=(0,)),
-    "layers.{i}.qkv_bias": Weight(
-        (
-            Part(ATTN + "q_proj.bias", BLOCK + "attn_q.bias", QUERIES, rotary=True),
-            Part(ATTN + "k_proj.bias", BLOCK + "attn_k.bias", KEY, rotary=True),
-            Part(ATTN + "v_proj.bias", BLOCK + "attn_v.bias", VALUE),
-        )
-    ),
+    "layers.{i}.q_bias": Weight((Part(ATTN + "q_proj.bias", BLOCK + "attn_q.bias", rotary=True),)),
+    "layers.{i}.k_bias": Weight((Part(ATTN + "k_proj.bias", BLOCK + "attn_k.bias", rotary=True),)),
+    "layers.{i}.v_bias": Weight((Part(ATTN + "v_proj.bias", BLOCK + "attn_v.bias"),)),
     "layers.{i}.out_bias": Weight((Part(ATTN + "o_proj.bias", BLOCK + "attn_output.bias"),)),
-    "layers.{i}.gate_up_bias": Weight(
-        (
-            Part(MLP + "gate_proj.bias", BLOCK + "ffn_gate.bias", GATE),
-            Part(MLP + "up_proj.bias", BLOCK + "ffn_up.bias", UP),
-        )
-    ),
+    "layers.{i}.gate_bias": Weight((Part(MLP + "gate_proj.bias", BLOCK + "ffn_gate.bias"),)),
+    "layers.{i}.up_bias": Weight((Part(MLP + "up_proj.bias", BLOCK + "ffn_up.bias"),)),
     "layers.{i}.down_bias": Weight((Part(MLP + "down_proj.bias", BLOCK + "ffn_down.bias"),)),
 }
 # A tied model has no head of its own: ours is the embedding, turned.

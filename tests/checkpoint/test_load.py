@@ -73,30 +73,28 @@ def check_against_published(params: Params, published: dict[str, np.ndarray]) ->
     same(weights["final_norm"], published["model.norm.weight"])
     if not c.tie_embeddings:
         same(weights["embed"], embed)
-    hd, group = c.head_dim, c.queries_per_kv
+    hd = c.head_dim
     for i, ours in enumerate(weights["layers"]):
         theirs = {k.removeprefix(f"model.layers.{i}."): v for k, v in published.items() if f"layers.{i}." in k}
         same(ours["attn_norm"], theirs["input_layernorm.weight"])
         same(ours["mlp_norm"], theirs["post_attention_layernorm.weight"])
         same(ours["down"], theirs["mlp.down_proj.weight"].T)
-        for half, name in enumerate(("gate", "up")):
-            same(ours["gate_up"][:, half], theirs[f"mlp.{name}_proj.weight"].T)
-            if c.mlp_bias:
-                same(ours["gate_up_bias"][half], theirs[f"mlp.{name}_proj.bias"])
+        for name in ("gate", "up"):
+            same(ours[name], theirs[f"mlp.{name}_proj.weight"].T)
         if c.mlp_bias:
-            same(ours["down_bias"], theirs["mlp.down_proj.bias"])
+            for name in ("gate", "up", "down"):
+                same(ours[f"{name}_bias"], theirs[f"mlp.{name}_proj.bias"])
         if c.output_bias:
             same(ours["out_bias"], theirs["self_attn.o_proj.bias"])
-        for kv in range(c.num_kv_heads):
-            slots = [("q", kv * group + g) for g in range(group)] + [("k", kv), ("v", kv)]
-            for slot, (name, head) in enumerate(slots):
+        for name, num_heads in (("q", c.num_q_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
+            for head in range(num_heads):
                 rows = slice(head * hd, (head + 1) * hd)
-                same(ours["qkv"][:, kv, slot], theirs[f"self_attn.{name}_proj.weight"][rows].T)
+                same(ours[name][:, head], theirs[f"self_attn.{name}_proj.weight"][rows].T)
                 if c.attention_bias:
-                    same(ours["qkv_bias"][kv, slot], theirs[f"self_attn.{name}_proj.bias"][rows])
-            for g in range(group):
-                columns = slice((kv * group + g) * hd, (kv * group + g + 1) * hd)
-                same(ours["out"][kv, g], theirs["self_attn.o_proj.weight"][:, columns].T)
+                    same(ours[f"{name}_bias"][head], theirs[f"self_attn.{name}_proj.bias"][rows])
+        for head in range(c.num_q_heads):
+            columns = slice(head * hd, (head + 1) * hd)
+            same(ours["out"][head], theirs["self_attn.o_proj.weight"][:, columns].T)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -214,32 +212,32 @@ from jpaged.checkpoint import load
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 spread, whole = NamedSharding(mesh, P(("a", "b"))), NamedSharding(mesh, P())
 third = SingleDeviceSharding(jax.devices()[2])
-heads = NamedSharding(mesh, P(None, "a"))
+heads, too_many = NamedSharding(mesh, P(None, "a")), NamedSharding(mesh, P(None, ("a", "b")))
 expected = load(sys.argv[1])
 
 def by_path(path, shape):
     seen[path] = shape
-    return heads if path.endswith("qkv") else None
+    return heads if path.endswith(".k") else None
 
 seen = {}
 layer = {name: whole for name in expected.weights["layers"][0]}
-tree = {"embed": spread, "head": third, "final_norm": None, "layers": (layer, whole, {**layer, "qkv": heads})}
+tree = {"embed": spread, "head": third, "final_norm": None, "layers": (layer, whole, {**layer, "k": heads})}
 for sharding, check in [
     (None, lambda w: w["embed"].devices() == {jax.devices()[0]}),
     (whole, lambda w: w["layers"][1]["out"].sharding == whole),
-    (third, lambda w: w["layers"][2]["qkv"].devices() == {jax.devices()[2]}),
-    (by_path, lambda w: w["layers"][1]["qkv"].sharding == heads and w["head"].devices() == {jax.devices()[0]}),
-    (tree, lambda w: w["layers"][2]["qkv"].sharding == heads and w["layers"][0]["qkv"].sharding == whole
+    (third, lambda w: w["layers"][2]["k"].devices() == {jax.devices()[2]}),
+    (by_path, lambda w: w["layers"][1]["k"].sharding == heads and w["head"].devices() == {jax.devices()[0]}),
+    (tree, lambda w: w["layers"][2]["k"].sharding == heads and w["layers"][0]["k"].sharding == whole
         and w["embed"].sharding == spread and w["head"].devices() == {jax.devices()[2]}),
 ]:
     weights = load(sys.argv[1], sharding=sharding).weights
     assert check(weights), sharding
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), weights, expected.weights)
-assert seen["layers.2.qkv"] == (64, 2, 4, 16) and len(seen) == 21
+assert seen["layers.2.k"] == (64, 2, 16) and len(seen) == 30
 assert weights["embed"].addressable_shards[3].data.shape == (80, 64)
 
 for sharding, words in [
-    (spread, "layers.0.out"),  # 2 KV heads over 4 devices
+    (lambda path, _: too_many if path.endswith(".k") else None, "layers.0.k"),  # 2 KV heads over 4 devices
     (heads, "final_norm"),  # one axis only
     ({"head": whole}, "nothing for weight final_norm"),
     (lambda path, shape: "gpu:0", "gpu:0"),
@@ -317,7 +315,8 @@ def test_the_small_real_model_loads_with_its_exact_epsilon_and_the_whole_vocabul
     # Digests of the file as the gguf package dequantises it, transformers' order of rows, and our layout.
     layer = params.weights["layers"][29]
     assert digest(params.weights["head"]) == "aa0e2f5b71dc4c27"
-    assert digest(layer["qkv"]) == "c6e3a5e1ecf035e0"
+    assert digest(layer["q"]) == "7479c9736d1121c1"
+    assert digest(layer["k"]) == "3b6a89cb99d9545b"
     assert digest(layer["down"]) == "ca6e27226b8d7411"
 
 

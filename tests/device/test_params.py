@@ -21,7 +21,7 @@ def test_tree_map_gives_params_of_the_same_kind(load_tiny):
     doubled = jax.tree.map(lambda w: 2 * w, params)
     assert isinstance(doubled, Params)
     assert doubled.config == params.config and doubled.tokenizer is params.tokenizer
-    np.testing.assert_array_equal(doubled.weights["layers"][1]["qkv"], 2 * params.weights["layers"][1]["qkv"])
+    np.testing.assert_array_equal(doubled.weights["layers"][1]["q"], 2 * params.weights["layers"][1]["q"])
 
 
 def test_paths_name_every_weight(load_tiny):

@@ -100,10 +100,10 @@ CHAT = [{"role": "user", "content": "Count."}]
 def test_text_and_chats_are_prompts(talker):
     asked = {"one text": "Count:", "texts": ["Count:"], "one chat": CHAT, "chats": [CHAT], "a tuple": (tuple(CHAT),)}
     for kind, prompts in asked.items():
-        (output,) = generate(talker, prompts)
+        (output,) = generate(talker, prompts, SamplingParams(temperature=0))
         assert output.outputs[0].text == " one two three", kind
         assert output.prompt == ("Count:" if "text" in kind else "<|im_start|>user\nCount.<|im_end|>\n"), kind
-    mixed = generate(talker, ["Count:", talker.tokenizer.encode("Count"), CHAT])
+    mixed = generate(talker, ["Count:", talker.tokenizer.encode("Count"), CHAT], SamplingParams(temperature=0))
     assert [output.outputs[0].text for output in mixed] == [" one two three"] * 3
 
 
