@@ -72,12 +72,12 @@ class Latencies(NamedTuple):
     def of(cls, request: Request, num_tokens: int | None = None) -> Latencies:
         """As they are; with `num_tokens`, as they were when it had so many output tokens."""
         times = request.token_times[:num_tokens]
-        ended = request.finish_time is not None and len(times) == len(request.token_times)
+        ended = request.finish_time if len(times) == len(request.token_times) else None
         return cls(
             ttft=times[0] - request.arrival if times else None,
             tpot=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             itl=[later - earlier for earlier, later in zip(times, times[1:], strict=False)],
-            e2e_latency=request.finish_time - request.arrival if ended else None,
+            e2e_latency=ended - request.arrival if ended is not None else None,
         )
 
 

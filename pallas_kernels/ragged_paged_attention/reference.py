@@ -37,9 +37,7 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
     )
     # One array holds the queries still to be served and the results of those served: no second one to fill and copy.
-    # It is longer by a block, so that a slice at the end is never shifted.
-    q = jnp.pad(q, [(0, queries), (0, 0), (0, 0)])
-    q = q.at[jnp.where(single, last, num_tokens)].set(single_out)
+    q = q.at[jnp.where(single, last, num_tokens)].set(single_out, mode="drop")
 
     # The others are cut into blocks: block i is the (i - ends[row - 1])th of its row.
     ends = jnp.cumsum(jnp.where(single, 0, -(-query_lens // queries)))
@@ -48,16 +46,17 @@ def ragged_paged_attention(
     def attend_block(i, q):
         row = jnp.searchsorted(ends, i, side="right")
         done = (i - jnp.where(row > 0, ends[row - 1], 0)) * queries  # queries of the row in blocks before this one
-        begin = query_starts[row] + done
-        length = jnp.minimum(query_lens[row] - done, queries)
-        first_position = context_lens[row] - query_lens[row] + done
-        position = first_position + jnp.arange(queries, dtype=jnp.int32)
+        begin = jnp.minimum(query_starts[row] + done, num_tokens - queries)
+        skip = query_starts[row] + done - begin  # at the end of the array a block begins among queries served before
+        stop = skip + jnp.minimum(query_lens[row] - done, queries)
+        index = jnp.arange(queries, dtype=jnp.int32)
+        position = context_lens[row] - query_lens[row] + done - skip + index
         old = lax.dynamic_slice_in_dim(q, begin, queries)
         block = old.reshape(queries, num_kv_heads, group, head_dim)
         block = block.transpose(1, 0, 2, 3).reshape(num_kv_heads, queries * group, head_dim)
         # The block's queries see tokens from `first_seen` on, and before `end`.
-        first_seen = 0 if sliding_window is None else jnp.maximum(first_position - sliding_window + 1, 0)
-        end = first_position + length
+        first_seen = 0 if sliding_window is None else jnp.maximum(position[0] + skip - sliding_window + 1, 0)
+        end = position[0] + stop
 
         def turn(j, carry):
             top, total, acc = carry
@@ -90,7 +89,7 @@ def ragged_paged_attention(
         _, total, acc = lax.fori_loop(first_seen // tokens, -(-end // tokens), turn, start)
         result = (acc / jnp.maximum(total, 1e-37)[..., None]).transpose(1, 0, 2, 3)
         result = result.reshape(queries, num_q_heads, head_dim).astype(q.dtype)
-        mine = (jnp.arange(queries) < length)[:, None, None]
+        mine = ((index >= skip) & (index < stop))[:, None, None]
         return lax.dynamic_update_slice_in_dim(q, jnp.where(mine, result, old), begin, 0)
 
-    return lax.fori_loop(0, ends[num_seqs - 1], attend_block, q)[:num_tokens]
+    return lax.fori_loop(0, ends[num_seqs - 1], attend_block, q)

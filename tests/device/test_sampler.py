@@ -137,6 +137,12 @@ def test_draws_over_many_chunks_follow_the_distribution():
     assert drawn.max() > 900 and drawn.min() < 100
 
 
+def test_top_p_stops_where_the_probability_is_reached_exactly():
+    rows = [{"top_p": p, "seed": i} for i, p in enumerate((0.25, 0.5, 0.75, 1.0))]
+    ids = draw_many(np.zeros(4), rows, 1024)
+    assert [set(drawn) for drawn in ids] == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 512])
 def test_the_whole_vocabulary_can_be_drawn_and_nothing_else(vocab):
     drawn = draw_many(np.zeros(vocab), [{}], 8192)[0]

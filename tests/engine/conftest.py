@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "host")]
-
-import engine_support as support
 import pytest
-import stored_tokenizers
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "host")]
+support = importlib.import_module("engine_support")
+stored_tokenizers = importlib.import_module("stored_tokenizers")
 
 
 @pytest.fixture(scope="session")

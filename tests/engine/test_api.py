@@ -325,3 +325,42 @@ def test_on_a_terminal_long_work_shows_a_bar_and_short_work_none(patience, shown
     assert result.returncode == 0, result.stdout + result.stderr
     assert "done 9" in result.stdout
     assert ("tokens/s" in result.stdout) is shown
+
+
+# Arrays on several devices
+
+SHARDED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import engine_support as support, jax, jpaged
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+stored = support.reference("llama")
+
+def split(w):
+    last = "x" if w.shape[-1] % 4 == 0 else None
+    return jax.device_put(w, NamedSharding(mesh, PartitionSpec(*[None] * (w.ndim - 1), last)))
+
+def served(move):
+    params = jax.tree.map(move, support.tiny("llama"))
+    options = support.LIMITS | {"max_num_seqs": 2, "max_num_batched_tokens": 64, "warm_up": False}
+    outputs = jpaged.generate(params, list(stored["input_ids"]), support.GREEDY, **options)
+    assert support.tokens(outputs) == stored["greedy"].tolist()
+
+served(lambda w: jax.device_put(w, jax.devices()[2]))
+served(lambda w: jax.device_put(w, NamedSharding(mesh, PartitionSpec())))
+served(split)
+print("all as stored")
+"""
+
+
+@pytest.mark.slow
+def test_params_may_lie_on_another_device_or_on_several():
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    command = [sys.executable, "-c", SHARDED, os.path.dirname(__file__)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "all as stored" in result.stdout, result.stderr

@@ -180,7 +180,8 @@ def test_few_engines_are_kept(no_engines):
     params = support.tiny("llama")
     kept = []
     for num_pages in (17, 18, 19):
-        jpaged.generate(params, [1, 2], support.GREEDY, **(OPTIONS | {"num_pages": num_pages, "warm_up": False}))
+        options = OPTIONS | {"num_pages": num_pages, "warm_up": False}
+        jpaged.generate(params, [1, 2], SamplingParams(max_tokens=1), **options)
         kept.append(weakref.ref(next(reversed(api._engines.values()))))
     assert len(api._engines) == api.MAX_ENGINES == 2
     gc.collect()

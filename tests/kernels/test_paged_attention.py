@@ -62,7 +62,7 @@ BUGS = {
 CATCHING = [
     decode_case("plain", 17, 33, 5, 40),
     decode_case("windowed", 17, 33, 5, 40, sliding_window=3),
-    decode_case("capped", 17, 33, 5, 40, soft_cap=1.0),
+    decode_case("capped", 17, 33, 5, 40, soft_cap=1.5),
 ]
 
 
