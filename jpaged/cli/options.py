@@ -80,6 +80,10 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "kv_cache_memory": ("--kv-cache-memory", {"type": str, "help": 'Size of the KV cache, such as "2GiB".'}),
     "num_pages": ("--num-pages", {"type": int, "help": "Size of the KV cache in pages, instead."}),
     "dtype": ("--kv-dtype", {"type": click.Choice(DTYPES), "help": "Of the KV cache [default: that of the weights]."}),
+    "async_scheduling": (
+        "--async-scheduling/--no-async-scheduling",
+        {"default": None, "help": "Start a step before the tokens of the one before are read."},
+    ),
     "warm_up": ("--warm-up/--no-warm-up", {"default": None, "help": "Compile everything before the first request."}),
     "late_compile": (
         "--late-compile",

@@ -136,7 +136,7 @@ class CompiledSteps:
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def __call__(self, weights: Any, kv_pages: Any, batch: Batch):
-        shape = (len(batch.token_ids), len(batch.context_lens), batch.query_starts is None)
+        shape = (len(batch.positions), len(batch.context_lens), batch.query_starts is None)
         program = self._programs.get(shape)
         if program is None:
             if self._warm:

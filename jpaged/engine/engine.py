@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 
 from jpaged.device.kv_pages import make_kv_pages, page_bytes
 from jpaged.device.params import Params
@@ -18,14 +19,14 @@ from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_len
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import CompletionOutput, RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
-from jpaged.host.batch import Buckets, pack
+from jpaged.host.batch import Batch, Buckets, pack
 from jpaged.host.config import EngineConfig
 from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
-from jpaged.host.request import Request
+from jpaged.host.request import Request, RequestStatus
 from jpaged.host.sampling_params import SamplingParams
-from jpaged.host.scheduler import Scheduler
+from jpaged.host.scheduler import BatchPlan, Scheduler
 
 log = logging.getLogger("jpaged")
 
@@ -49,6 +50,15 @@ class _Group:
     prompt_token_ids: list[int]
     samples: list[_Sample]
     num_unfinished: int
+
+
+class _Flight(NamedTuple):
+    """A step that was started on the device."""
+
+    plan: BatchPlan
+    batch: Batch
+    token_ids: jax.Array
+    logprobs: jax.Array
 
 
 class Engine:
@@ -143,6 +153,7 @@ class Engine:
         self._groups: dict[str, _Group] = {}
         self._samples: dict[str, _Sample] = {}
         self._names = itertools.count()
+        self._in_flight: _Flight | None = None  # started before the step before it was read
 
     def add_request(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None
@@ -182,18 +193,37 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return []
         compiles = self._compile_counter.compiles
-        batch, rows = pack(plan.rows, self._buckets, self.model_config.vocab_size, with_rope_lens=self._with_rope_lens)
-        self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
-        token_ids, logprobs = jax.device_get((token_ids, logprobs))
-        gained = self._scheduler.update(plan._replace(rows=rows), token_ids, logprobs)
+        flight = self._in_flight or self._launch(self._scheduler.schedule())
+        if flight is None:
+            return []
+        self._in_flight = None
+        if self.config.async_scheduling and flight.batch.query_starts is None:
+            self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.token_ids)
+        token_ids, logprobs = jax.device_get((flight.token_ids, flight.logprobs))
+        gained = self._scheduler.update(flight.plan, token_ids, logprobs)
         outputs = self._outputs(gained)
-        self._record(plan.num_tokens, batch, len(gained))
+        if not self._scheduler.has_unfinished:
+            self._in_flight = None  # all ended at a token that nobody foresaw
+        self._record(flight, len(gained))
         self.stats.num_compiles += self._compile_counter.compiles - compiles  # others compile too, between the steps
         return outputs
+
+    def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
+        """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""
+        if plan is None:
+            return None
+        batch, rows = pack(
+            plan.rows,
+            self._buckets,
+            self.model_config.vocab_size,
+            with_rope_lens=self._with_rope_lens,
+            ahead=token_ids is not None,
+        )
+        if token_ids is not None:
+            batch = batch._replace(token_ids=cast(np.ndarray, token_ids))
+        self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
+        return _Flight(plan._replace(rows=rows), batch, token_ids, logprobs)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request."""
@@ -203,6 +233,8 @@ class Engine:
         for sample in group.samples:
             if self._samples.pop(sample.request.request_id, None) is not None:
                 self._scheduler.abort(sample.request.request_id)
+        if not self._scheduler.has_unfinished:
+            self._in_flight = None
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -272,15 +304,18 @@ class Engine:
             for group in groups.values()
         ]
 
-    def _record(self, num_tokens: int, batch, num_output_tokens: int) -> None:
+    def _record(self, flight: _Flight, num_output_tokens: int) -> None:
         self.stats.record_step(
-            num_tokens=num_tokens,
-            batch_tokens=len(batch.token_ids),
-            is_decode=batch.query_starts is None,
+            num_tokens=flight.plan.num_tokens,
+            batch_tokens=len(flight.batch.positions),
+            is_decode=flight.batch.query_starts is None,
             num_output_tokens=num_output_tokens,
         )
+        rows = self._in_flight.plan.rows if self._in_flight else ()
+        being_written = sum(row.request.status is RequestStatus.RUNNING for row in rows)
         self.stats.record_kv(
-            num_tokens=self._scheduler.num_computed_tokens, num_slots=self._pool.num_used * self._pool.page_size
+            num_tokens=self._scheduler.num_computed_tokens + being_written,
+            num_slots=self._pool.num_used * self._pool.page_size,
         )
         self.stats.num_preemptions = self._scheduler.num_preemptions
         if self.config.check_integrity:

@@ -115,10 +115,11 @@ class Buckets(NamedTuple):
 
 
 def pack(
-    rows: Sequence[Row], buckets: Buckets, vocab_size: int, *, with_rope_lens: bool = False
+    rows: Sequence[Row], buckets: Buckets, vocab_size: int, *, with_rope_lens: bool = False, ahead: bool = False
 ) -> tuple[Batch, list[Row]]:
     """The step's arrays, and the rows in their order: those with one token come first.
 
+    `ahead`: a decode step whose tokens the step before has not delivered yet; the caller puts them in.
     The arrays are fresh: the device may still read those of earlier steps.
     """
     rows = sorted(rows, key=_has_more_than_one_token)
@@ -126,7 +127,7 @@ def pack(
     starts = np.array([row.start for row in rows], np.int32)
     lens = np.array([row.num_tokens for row in rows], np.int32)
     num_seqs, num_tokens = len(rows), int(lens.sum())
-    decodes = num_tokens == num_seqs and all([row.samples for row in rows])
+    decodes = ahead or (num_tokens == num_seqs and all([row.samples for row in rows]))
     if decodes:
         batch_tokens = batch_rows = buckets.decode_rows(num_seqs)
     else:
@@ -141,7 +142,8 @@ def pack(
     np.cumsum(lens, out=query_starts[1 : num_seqs + 1])
 
     token_ids, positions, slot_mapping = np.zeros((3, batch_tokens), np.int32)
-    token_ids[:num_tokens] = _token_ids(rows, num_tokens)
+    if not ahead:
+        token_ids[:num_tokens] = _token_ids(rows, num_tokens)
     row_of_token = np.repeat(np.arange(num_seqs), lens)
     position = np.arange(num_tokens, dtype=np.int32) + (starts - query_starts[:num_seqs])[row_of_token]
     page, offset = np.divmod(position, buckets.page_size)
@@ -162,7 +164,7 @@ def pack(
             block_tables,
             context_lens,
             None if decodes else query_starts,
-            _pack_sampling(requests, batch_rows, vocab_size),
+            _pack_sampling(requests, batch_rows, vocab_size, ahead),
             rope_lens,
         ),
         rows,
@@ -178,7 +180,7 @@ def _token_ids(rows: list[Row], num_tokens: int) -> list[int]:
     return token_ids
 
 
-def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int) -> SamplingBatch:
+def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int, ahead: bool) -> SamplingBatch:
     # Joining bytes is an order of magnitude cheaper than building five arrays from five lists of numbers.
     table = np.zeros(batch_rows, SAMPLING_ROW)
     table["top_p"] = 1
@@ -186,7 +188,7 @@ def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int) ->
     table[: len(requests)] = np.frombuffer(packed, SAMPLING_ROW)
     banned_ids = np.full((batch_rows, MAX_BANNED_IDS), vocab_size, np.int32)
     for row, request in enumerate(requests):
-        if len(request.output_token_ids) < request.sampling.min_tokens:
+        if len(request.output_token_ids) + ahead < request.sampling.min_tokens:
             banned_ids[row, : len(request.ending_ids)] = sorted(request.ending_ids)
     temperature, top_k, top_p, min_p, seed = (np.ascontiguousarray(table[name]) for name in SAMPLING_FIELDS)
     return SamplingBatch(temperature, top_k, top_p, min_p, seed, banned_ids)

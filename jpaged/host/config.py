@@ -26,6 +26,7 @@ class EngineConfig:
     kv_cache_memory: the KV cache's size instead, in bytes or as text such as "2GiB".
     num_pages: the KV cache's size instead, in pages, the null page included.
     dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
+    async_scheduling: start a decode step before the tokens of the one before have reached the host.
     warm_up: compile every shape when the engine is built.
     late_compile: whether a compilation after warm-up is allowed, or an error.
     compilation_cache_dir: where compiled programs are kept between runs (nowhere).
@@ -42,6 +43,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     num_pages: int | None = None
     dtype: Any = None
+    async_scheduling: bool = True
     warm_up: bool = True
     late_compile: Literal["allow", "error"] = "allow"
     compilation_cache_dir: str | None = None
@@ -84,7 +86,7 @@ class EngineConfig:
                 )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name in ("warm_up", "check_integrity"):
+        for name in ("async_scheduling", "warm_up", "check_integrity"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.late_compile not in ("allow", "error"):

@@ -104,11 +104,16 @@ class Request:
         self.output_logprobs.append(logprob)
         self.token_times.append(now)
 
+    def num_left(self, max_model_len: int) -> int:
+        """Tokens that may still follow, if none ends the text."""
+        num_outputs = len(self.output_token_ids)
+        return min(self.max_tokens - num_outputs, max_model_len - self.num_prompt_tokens - num_outputs)
+
     def end(self, max_model_len: int) -> tuple[str, int | None] | None:
         """Whether its last token ended it: (finish_reason, stop_reason), or None to go on."""
         token_id, num_outputs = self.output_token_ids[-1], len(self.output_token_ids)
         if token_id in self.ending_ids and num_outputs > self.sampling.min_tokens:
             return "stop", token_id if token_id in (self.sampling.stop_token_ids or ()) else None
-        if num_outputs >= self.max_tokens or self.num_prompt_tokens + num_outputs >= max_model_len:
+        if self.num_left(max_model_len) <= 0:
             return "length", None
         return None

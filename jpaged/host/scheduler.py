@@ -139,6 +139,25 @@ class Scheduler:
             rows, num_tokens = self._cut(rows, num_tokens)
         return BatchPlan(rows, num_tokens) if rows else None
 
+    def ahead(self, plan: BatchPlan) -> BatchPlan | None:
+        """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
+        order. None where the next step may look otherwise: a request ends with this one's token or was aborted, another
+        one may start, or pages are short. (A request that ends unforeseen, at a stop token, wastes its row of it.)"""
+        if len(plan.rows) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
+            return None
+        missing = 0
+        for request, start, _ in plan.rows:
+            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
+                return None
+            if request.num_left(self.max_model_len) < 2:
+                return None
+            missing += start + 2 > len(request.page_ids) * self.pool.page_size
+        if missing > self.pool.num_free:
+            return None
+        for request, start, _ in plan.rows:
+            self._hold(request, start + 2)
+        return BatchPlan([Row(request, start + 1, 1) for request, start, _ in plan.rows], len(plan.rows))
+
     def update(self, plan: BatchPlan, sampled_tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
         """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token.
 

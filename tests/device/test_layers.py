@@ -81,9 +81,9 @@ def test_activations_are_their_definitions():
 
 def test_rotation_turns_the_pair_i_and_i_plus_half_by_position_times_frequency():
     positions = np.array([0, 1, 7, 1000], np.int32)
-    x = RNG.standard_normal((4, 1, 3, 64))
+    x = RNG.standard_normal((4, 3, 64))
     complex_x = x[..., :32] + 1j * x[..., 32:]
-    turned = complex_x * np.exp(1j * positions[:, None] * BASE)[:, None, None]
+    turned = complex_x * np.exp(1j * positions[:, None] * BASE)[:, None]
     wanted = np.concatenate([turned.real, turned.imag], -1)
     out = rotate(jnp.float32(x), rope_angles(CONFIG, jnp.asarray(positions), None))
     np.testing.assert_allclose(out, wanted, atol=2e-4)
@@ -92,7 +92,7 @@ def test_rotation_turns_the_pair_i_and_i_plus_half_by_position_times_frequency()
 
 
 def test_rotation_of_bfloat16_is_computed_in_float32():
-    x = jnp.asarray(RNG.standard_normal((4, 1, 3, 64)), jnp.bfloat16)
+    x = jnp.asarray(RNG.standard_normal((4, 3, 64)), jnp.bfloat16)
     angles = rope_angles(CONFIG, jnp.array([0, 5, 999, 4000], jnp.int32), None)
     assert angles.dtype == jnp.float32
     out = rotate(x, angles)
@@ -101,7 +101,7 @@ def test_rotation_of_bfloat16_is_computed_in_float32():
 
 
 def test_scores_depend_on_the_distance_alone():
-    q, k = jnp.float32(RNG.standard_normal((2, 1, 1, 1, 64)))
+    q, k = jnp.float32(RNG.standard_normal((2, 1, 1, 64)))
 
     def score(at_q, at_k):
         turned = [rotate(x, rope_angles(CONFIG, jnp.array([at], jnp.int32), None)) for x, at in ((q, at_q), (k, at_k))]
@@ -172,7 +172,7 @@ def test_yarn_blends_stretched_and_kept_frequencies(truncate):
 def test_yarn_scales_cosine_and_sine_by_its_attention_factor(options, wanted):
     config = scaled("yarn", 16.0, 2048, **options)
     assert rope_frequencies(config)[1] == pytest.approx(wanted)
-    x = jnp.float32(RNG.standard_normal((1, 1, 1, 64)))
+    x = jnp.float32(RNG.standard_normal((1, 1, 64)))
     out = rotate(x, rope_angles(config, jnp.array([0], jnp.int32), None))
     np.testing.assert_allclose(out, x * wanted, rtol=1e-5)
 
@@ -185,16 +185,16 @@ def test_dynamic_scaling_follows_the_length_of_the_sequence():
     config = scaled("dynamic", 4.0, original_max_position=100)
     positions = jnp.array([50, 50, 150], jnp.int32)
     lens = np.array([60, 300, 300], np.int32)
-    x = RNG.standard_normal((3, 1, 1, 64))
+    x = RNG.standard_normal((3, 1, 64))
     wanted = []
-    for position, length, row in zip(positions, lens, x[:, 0, 0]):
+    for position, length, row in zip(positions, lens, x[:, 0]):
         length = max(length, 100)
         theta = 10_000.0 * (4.0 * length / 100 - 3.0) ** (64 / 62)
         turned = (row[:32] + 1j * row[32:]) * np.exp(1j * float(position) * theta ** (-2 * np.arange(32) / 64))
         wanted.append(np.concatenate([turned.real, turned.imag]))
-    out = rotate(jnp.float32(x), rope_angles(config, positions, jnp.asarray(lens)))[:, 0, 0]
+    out = rotate(jnp.float32(x), rope_angles(config, positions, jnp.asarray(lens)))[:, 0]
     np.testing.assert_allclose(out, wanted, atol=5e-5)
-    plain = rotate(jnp.float32(x), rope_angles(CONFIG, positions, None))[:, 0, 0]
+    plain = rotate(jnp.float32(x), rope_angles(CONFIG, positions, None))[:, 0]
     np.testing.assert_allclose(out[0], plain[0], atol=1e-5)  # within the original length nothing changes
     assert np.abs(out[1] - plain[1]).max() > 0.1
 

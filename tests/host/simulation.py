@@ -103,6 +103,7 @@ class Workload:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    ahead: bool  # whether a decode step starts before the one before it is read
     cuts: bool  # whether steps leave a third of their tokens to the next one
     arrivals: list[Arrival]
 
@@ -138,6 +139,7 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
         max_num_seqs=integer(1, 10),
         max_num_batched_tokens=integer(1, 12) if chance(50) else integer(1, 100),
         max_model_len=max_model_len,
+        ahead=chance(50),
         cuts=chance(30),
         arrivals=arrivals,
     )
@@ -191,6 +193,22 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
     # The oldest request advances in each step, and none computes more tokens than this while it is the oldest.
     most_steps = sum(min(len(one.prompt) + one.max_tokens, workload.max_model_len) for one in workload.arrivals)
     num_steps, step = 0, -1
+    in_flight = None  # (plan, batch, sampled, logprobs) of a step that was started ahead
+
+    def launch(plan, token_ids=None):
+        if plan is None:
+            return None
+        if check_accounts:
+            scheduler.check()
+        assert sum(row.num_tokens for row in plan.rows) == plan.num_tokens <= limits[1], "the budget is exceeded"
+        assert len(plan.rows) <= limits[0] and all(row.num_tokens > 0 for row in plan.rows)
+        batch, rows = batch_module.pack(plan.rows, buckets, VOCAB_SIZE, ahead=token_ids is not None)
+        shape = len(batch.token_ids), len(batch.context_lens), batch.query_starts is None
+        assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"
+        if token_ids is not None:
+            batch = batch._replace(token_ids=np.asarray(token_ids, np.int32))
+        return plan._replace(rows=rows), batch, *device.step(batch)
+
     while scheduler.has_unfinished or step < 12:
         step += 1
         for index, arrival in enumerate(workload.arrivals):
@@ -199,23 +217,20 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
                 requests[index] = Request(str(index), *asked)
                 scheduler.add(requests[index])
         abort(step, in_flight=False)
-        plan = scheduler.schedule()
-        assert (plan is not None) == scheduler.has_unfinished, "nothing is planned while requests are unfinished"
-        if plan is None:
+        flight, in_flight = in_flight, None
+        if flight is None:
+            plan = scheduler.schedule()
+            assert (plan is not None) == scheduler.has_unfinished, "nothing is planned while requests are unfinished"
+            flight = launch(plan)
+        if flight is None:
             continue
-        if check_accounts:
-            scheduler.check()
-        assert sum(row.num_tokens for row in plan.rows) == plan.num_tokens <= limits[1], "the budget is exceeded"
-        assert len(plan.rows) <= limits[0] and all(row.num_tokens > 0 for row in plan.rows)
+        plan, batch, sampled, logprobs = flight
         num_steps += 1
         assert num_steps <= most_steps, "no progress"
-
-        batch, rows = batch_module.pack(plan.rows, buckets, VOCAB_SIZE)
-        shape = len(batch.token_ids), len(batch.context_lens), batch.query_starts is None
-        assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"
-        sampled, logprobs = device.step(batch)
+        if workload.ahead and batch.query_starts is None:
+            in_flight = launch(scheduler.ahead(plan), sampled)
         abort(step, in_flight=True)
-        scheduler.update(plan._replace(rows=rows), sampled, logprobs)
+        scheduler.update(plan, sampled, logprobs)
         if check_accounts:
             scheduler.check()
 

@@ -32,8 +32,8 @@ def change_batch(patch, change):
     """Plants a bug in what `pack` returns: `change(batch, rows, page_size)` gives the fields to replace."""
     pack = batch.pack
 
-    def changed(rows, buckets, vocab_size):
-        packed, rows = pack(rows, buckets, vocab_size)
+    def changed(rows, buckets, vocab_size, **options):
+        packed, rows = pack(rows, buckets, vocab_size, **options)
         return packed._replace(**change(packed, rows, buckets.page_size)), rows
 
     patch.setattr(batch, "pack", changed)
@@ -204,10 +204,10 @@ def positions_start_again_in_each_chunk(patch):
 def sampling_values_stay_in_the_order_of_the_plan(patch):
     pack = batch.pack
 
-    def unsorted(plan_rows, buckets, vocab_size):
-        packed, rows = pack(plan_rows, buckets, vocab_size)
+    def unsorted(plan_rows, buckets, vocab_size, ahead):
+        packed, rows = pack(plan_rows, buckets, vocab_size, ahead=ahead)
         requests = [row.request for row in plan_rows]
-        sampling = batch._pack_sampling(requests, len(packed.context_lens), vocab_size)
+        sampling = batch._pack_sampling(requests, len(packed.context_lens), vocab_size, ahead)
         return packed._replace(sampling=sampling), rows
 
     patch.setattr(batch, "pack", unsorted)
@@ -216,7 +216,7 @@ def sampling_values_stay_in_the_order_of_the_plan(patch):
 @bug(TOKENS)
 def results_are_taken_in_the_order_of_the_plan(patch):
     pack = batch.pack
-    patch.setattr(batch, "pack", lambda rows, *shape: (pack(rows, *shape)[0], rows))
+    patch.setattr(batch, "pack", lambda rows, *shape, **options: (pack(rows, *shape, **options)[0], rows))
 
 
 @bug(TOKENS)
@@ -241,15 +241,39 @@ def a_step_planned_before_an_abort_still_adds_its_token(patch):
 def min_tokens_bans_one_token_too_few(patch):
     pack_sampling = batch._pack_sampling
 
-    def short(requests, batch_rows, vocab_size):
-        packed = pack_sampling(requests, batch_rows, vocab_size)
+    def short(requests, batch_rows, vocab_size, ahead):
+        packed = pack_sampling(requests, batch_rows, vocab_size, ahead)
         banned_ids = packed.banned_ids.copy()
         for row, request in enumerate(requests):
-            if len(request.output_token_ids) + 1 == request.sampling.min_tokens:
+            if len(request.output_token_ids) + ahead + 1 == request.sampling.min_tokens:
                 banned_ids[row] = vocab_size
         return packed._replace(banned_ids=banned_ids)
 
     patch.setattr(batch, "_pack_sampling", short)
+
+
+@bug(TOKENS)
+def a_step_ahead_bans_as_the_step_after_it(patch):
+    pack_sampling = batch._pack_sampling
+    patch.setattr(batch, "_pack_sampling", lambda *args: pack_sampling(*args[:3], 2 * args[3]))
+
+
+@bug(TOKENS)
+def a_step_ahead_forgets_its_page(patch):
+    hold, ahead = Scheduler._hold, Scheduler.ahead
+
+    def careless(self, plan):
+        patch.setattr(Scheduler, "_hold", lambda self, request, num_tokens: True)
+        planned = ahead(self, plan)
+        patch.setattr(Scheduler, "_hold", hold)
+        return planned
+
+    patch.setattr(Scheduler, "ahead", careless)
+
+
+@bug(ACCOUNTS)
+def a_step_ahead_takes_a_request_past_its_length(patch):
+    patch.setattr(Request, "num_left", lambda self, max_model_len, left=Request.num_left: left(self, max_model_len) + 1)
 
 
 @bug(TOKENS)

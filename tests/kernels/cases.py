@@ -111,6 +111,9 @@ RAGGED_CASES = [
     ),
     *(Case(f"pages of {size}", ((65, 9), (4, 4), (130, 1), (131, 3)), page_size=size) for size in (1, 4, 48, 64, 256)),
     *(Case(f"window {w}", (*MIXED, (300, 30)), sliding_window=w) for w in (1, 3, 20, 130, 1000)),
+    Case(
+        "short rows behind a long one, to the end of the array", ((300, 300), (40, 5), (7, 1), (33, 3)), num_kv_heads=1
+    ),
     Case("a window over many blocks", ((300, 300), (400, 140)), num_kv_heads=1, sliding_window=20),
     Case(
         "pages before the window are gone",
