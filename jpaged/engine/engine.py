@@ -8,12 +8,13 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
-from jpaged.device.kv_pages import make_kv_pages, page_bytes
+from jpaged.device.kv_pages import KVPages, make_kv_pages, page_bytes
 from jpaged.device.params import Params
 from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, use_compilation_cache
 from jpaged.engine.memory import choose_num_pages
@@ -135,7 +136,8 @@ class Engine:
             allow_late=config.late_compile == "allow",
         )
         self._with_rope_lens = needs_rope_lens(model)
-        self._kv_pages = make_kv_pages(model, num_pages, config.page_size, kv_dtype)
+        self._make_kv_pages = partial(make_kv_pages, model, num_pages, config.page_size, kv_dtype)
+        self._kv_pages: KVPages = self._make_kv_pages()
         log.info(
             "KV cache: %d tokens in %d pages of %d (%.0f MiB), %.1f sequences of %d",
             held,
@@ -172,7 +174,7 @@ class Engine:
             request_id = next(name for i in self._names if (name := f"request-{i}") not in self._groups)
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
-        group = _Group(request_id, text, token_ids, [], sampling.n)
+        group = _Group(request_id, text, list(token_ids), [], sampling.n)  # a copy: callers get this list
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
         max_tokens = self.max_model_len - len(token_ids)
         for index in range(sampling.n):
@@ -194,13 +196,17 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
         compiles = self._compile_counter.compiles
-        flight = self._in_flight or self._launch(self._scheduler.schedule())
-        if flight is None:
-            return []
-        self._in_flight = None
-        if self.config.async_scheduling and flight.batch.query_starts is None:
-            self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.token_ids)
-        token_ids, logprobs = jax.device_get((flight.token_ids, flight.logprobs))
+        try:
+            flight = self._in_flight or self._launch(self._scheduler.schedule())
+            if flight is None:
+                return []
+            self._in_flight = None
+            if self.config.async_scheduling and flight.batch.query_starts is None:
+                self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.token_ids)
+            token_ids, logprobs = jax.device_get((flight.token_ids, flight.logprobs))
+        except jax.errors.JaxRuntimeError:
+            self._start_over()
+            raise
         gained = self._scheduler.update(flight.plan, token_ids, logprobs)
         outputs = self._outputs(gained)
         if not self._scheduler.has_unfinished:
@@ -208,6 +214,14 @@ class Engine:
         self._record(flight, len(gained))
         self.stats.num_compiles += self._compile_counter.compiles - compiles  # others compile too, between the steps
         return outputs
+
+    def _start_over(self) -> None:
+        """After an error of the device, which may have taken the donated pool with it: an empty pool, for which every
+        running request computes its tokens again."""
+        self._in_flight = None
+        self._scheduler.preempt_all()
+        self._kv_pages = ()  # or both pools would be there at once
+        self._kv_pages = self._make_kv_pages()
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""

@@ -192,6 +192,11 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_time = perf_counter()
 
+    def preempt_all(self) -> None:
+        """Every running request gives back its pages and waits to compute its tokens again."""
+        while self.running:
+            self._preempt_last()
+
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
         self.pool.check(request.page_ids for request in self.running)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import engine_support as support
+import jax
 import numpy as np
 import pytest
 
+from jpaged.engine.engine import Engine
 from jpaged.host.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("engine")
@@ -53,6 +55,39 @@ def test_sampled_tokens_do_not_depend_on_the_neighbours(engine):
         reverse = support.serve(engine, [prompt for prompt, _ in asked[::-1]], MIXED[::-1])
     assert engine.stats.num_preemptions > before
     assert support.tokens(reverse) == alone[::-1]
+
+
+def test_the_synchronous_loop_gives_the_same_tokens_in_the_same_steps_of_the_device(engine, monkeypatch):
+    asked = list(zip(prompts(6), MIXED, strict=True))
+    started = []
+    launch = Engine._launch
+    monkeypatch.setattr(Engine, "_launch", lambda self, *args: started.append(len(args)) or launch(self, *args))
+    ahead = support.tokens(support.serve(engine, [prompt for prompt, _ in asked], MIXED))
+    assert started.count(2) > 5, "no step was started ahead"
+    started.clear()
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, async_scheduling=False))
+    assert support.tokens(support.serve(engine, [prompt for prompt, _ in asked], MIXED)) == ahead
+    assert started.count(2) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_after_an_error_of_the_device_the_engine_goes_on_with_the_right_tokens(engine, monkeypatch, steps):
+    asked = prompts(5)
+    expected = support.tokens(support.serve(engine, asked))
+    ids = [engine.add_request(prompt, support.GREEDY) for prompt in asked]
+    for _ in range(steps):
+        engine.step()
+
+    def out_of_memory(weights, kv_pages, batch):
+        jax.tree.map(lambda array: array.delete(), kv_pages)  # they were donated
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_steps", out_of_memory)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+            engine.step()
+    finished = support.finish(engine)
+    assert support.tokens([finished[request_id] for request_id in ids]) == expected
 
 
 def test_samples_of_one_request_differ_and_are_repeatable(engine):
@@ -174,6 +209,7 @@ def test_what_a_caller_does_to_an_output_or_prompt_does_not_reach_the_engine(eng
     prompt.clear()
     output = engine.step()[0]
     output.outputs[0].token_ids.clear()
+    output.prompt_token_ids.clear()
     assert support.tokens(support.finish(engine).values()) == expected
 
 

@@ -36,6 +36,17 @@ def test_a_decode_batch_has_one_token_a_row_and_no_query_starts():
     assert batch.block_tables.tolist() == [[3, 7, 0, 0, 0], [9, 0, 0, 0, 0], [4, 2, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
+def test_a_step_ahead_is_a_decode_batch_whose_tokens_are_still_to_come():
+    # Its request has tokens 0 to 4; the step in flight draws token 5, this one computes it.
+    row = make_row(5, 1, [3, 7], prompt=[5, 6, 7, 8], outputs=[9], min_tokens=2)
+    batch, rows = pack([row], BUCKETS, VOCAB_SIZE, ahead=True)
+    assert batch.query_starts is None and rows == [row]
+    assert (batch.positions[0], batch.slot_mapping[0], batch.context_lens[0]) == (5, 7 * 4 + 1, 6)
+    # It draws the third output token; the second is drawn in flight, the last to be kept from ending the text.
+    assert (batch.sampling.banned_ids == VOCAB_SIZE).all()
+    assert pack([row._replace(start=4)], BUCKETS, VOCAB_SIZE)[0].sampling.banned_ids[0, 0] == 2
+
+
 def test_a_mixed_batch_lays_the_rows_tokens_one_after_another():
     batch = packed(make_row(5, 1, [3, 7]), make_row(2, 4, [5, 6]))
     assert batch.query_starts.tolist() == [0, 1, 5, 5, 5, 5, 5, 5, 5]

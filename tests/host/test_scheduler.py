@@ -135,6 +135,66 @@ def test_a_step_that_was_never_run_is_planned_again():
     scheduler.check()
 
 
+# A step ahead of the results
+
+
+def test_a_step_ahead_gives_each_row_the_token_that_is_being_drawn():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", "b", num_prompt_tokens=4)
+    step(scheduler)
+    plan = scheduler.schedule()
+    ahead = scheduler.ahead(plan)
+    assert planned(plan) == {"a": (4, 1), "b": (4, 1)}
+    assert planned(ahead) == {"a": (5, 1), "b": (5, 1)}
+    update(scheduler, plan)
+    further = scheduler.ahead(ahead)
+    update(scheduler, ahead)
+    assert planned(further) == {"a": (6, 1), "b": (6, 1)}
+    assert a.num_computed_tokens == b.num_computed_tokens == 6
+
+
+def test_there_is_no_step_ahead_where_a_request_ends_by_its_length_is_aborted_or_could_start():
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, "a", max_tokens=3)
+    add(scheduler, "b", max_tokens=9)
+    step(scheduler)
+    plan = scheduler.schedule()
+    assert scheduler.ahead(plan) is not None
+    add(scheduler, "c")
+    assert scheduler.ahead(plan) is None
+    scheduler.abort("c")
+    assert scheduler.ahead(plan) is not None
+    update(scheduler, plan)
+    plan = scheduler.schedule()
+    assert scheduler.ahead(plan) is None  # "a" ends with this step's token
+    scheduler.abort("a")
+    assert scheduler.ahead(plan) is None
+
+
+def test_a_step_ahead_preempts_nobody_and_takes_no_page_if_not_all_are_free():
+    scheduler = make_scheduler(num_pages=4, page_size=4, max_model_len=12)
+    add(scheduler, "a", "b", num_prompt_tokens=6)
+    step(scheduler)
+    plan = scheduler.schedule()  # tokens 6; 7 still fits the pages
+    assert scheduler.ahead(plan) is not None
+    update(scheduler, plan)
+    plan = scheduler.schedule()
+    assert scheduler.ahead(plan) is None  # token 8 of each takes a page, and none is free
+    assert scheduler.num_preemptions == 0 and scheduler.pool.num_free == 0
+
+
+def test_a_stop_token_wastes_the_row_of_the_step_ahead():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", "b")
+    step(scheduler)
+    plan = scheduler.schedule()
+    ahead = scheduler.ahead(plan)
+    scheduler.update(plan, [EOS, 7], [-0.5, -0.5])
+    assert a.finish_reason == "stop"
+    assert update(scheduler, ahead) == [b]
+    assert a.output_token_ids == [7, EOS]
+
+
 # Pages
 
 

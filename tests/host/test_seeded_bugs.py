@@ -253,12 +253,6 @@ def min_tokens_bans_one_token_too_few(patch):
 
 
 @bug(TOKENS)
-def a_step_ahead_bans_as_the_step_after_it(patch):
-    pack_sampling = batch._pack_sampling
-    patch.setattr(batch, "_pack_sampling", lambda *args: pack_sampling(*args[:3], 2 * args[3]))
-
-
-@bug(TOKENS)
 def a_step_ahead_forgets_its_page(patch):
     hold, ahead = Scheduler._hold, Scheduler.ahead
 

@@ -195,25 +195,48 @@ def jitted(kernel, **options):
     return jax.jit(partial(kernel, **options))
 
 
-def check_decode(kernel, case: Case) -> None:
+def unchanged(arguments: dict) -> dict:
+    return {}
+
+
+def call(kernel, case: Case, arrays: dict, change) -> np.ndarray:
+    """The kernel's results for the case, or for arguments of which some were changed: a planted bug."""
+    arguments = arrays | case.options
+    arguments |= change(arguments)
+    options = {name: arguments.pop(name) for name in case.options}
+    return np.asarray(jitted(kernel, **options)(**arguments))
+
+
+def check_decode(kernel, case: Case, change=unchanged) -> None:
     """Raise AssertionError unless `kernel` gives the oracle's results, and zeros for padding rows."""
-    inputs = make_inputs(case)
-    seen = inputs.context_lens > 0
-    q = np.zeros((len(case.rows), *inputs.q.shape[1:]), inputs.q.dtype)
-    q[seen] = inputs.q
-    out = np.asarray(jitted(kernel, **case.options)(q, *inputs[1:-1]))
+    arrays = make_inputs(case)._asdict()
+    del arrays["query_starts"]
+    seen = arrays["context_lens"] > 0
+    q = np.zeros((len(case.rows), *arrays["q"].shape[1:]), arrays["q"].dtype)
+    q[seen] = arrays["q"]
+    out = call(kernel, case, arrays | {"q": q}, change)
     assert out.dtype == q.dtype and out.shape == q.shape
     out = out.astype(np.float64)
     assert not out[~seen].any(), "padding rows must give zeros"
     assert_close(out[seen], case)
 
 
-def check_ragged(kernel, case: Case) -> None:
+def check_ragged(kernel, case: Case, change=unchanged) -> None:
     """Raise AssertionError unless `kernel` gives the oracle's results."""
     inputs = make_inputs(case)
-    out = np.asarray(jitted(kernel, **case.options)(*inputs))
+    out = call(kernel, case, inputs._asdict(), change)
     assert out.dtype == inputs.q.dtype and out.shape == inputs.q.shape
     assert_close(out[: inputs.query_starts[-1]].astype(np.float64), case)
+
+
+def caught(check, kernel, cases: list[Case], change=unchanged) -> bool:
+    """Whether one of the cases fails."""
+    for case in cases:
+        try:
+            check(kernel, case, change)
+        except AssertionError:
+            return True
+    return False
 
 
 def assert_close(out: np.ndarray, case: Case) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import DECODE_CASES, Case, check_decode, decode_case, jitted, make_inputs
+from cases import DECODE_CASES, Case, caught, check_decode, decode_case, jitted, make_inputs
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import reference
@@ -31,16 +31,7 @@ def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(imple
     np.testing.assert_allclose(kernel(q, k_pages, v_pages, tables, lens)[0], together[0], rtol=1e-6, atol=1e-7)
 
 
-def planted(change):
-    """The kernel with its arguments changed before the call."""
-
-    def kernel(q, k, v, tables, lens, **options):
-        args = dict(q=q, k_pages=k, v_pages=v, block_tables=tables, context_lens=lens, **options)
-        return paged_attention(**(args | change(args)))
-
-    return kernel
-
-
+# What a faulty kernel would have made of its arguments.
 BUGS = {
     "a window one too long": lambda a: {"sliding_window": a["sliding_window"] and a["sliding_window"] + 1},
     "a window one too short": lambda a: {"sliding_window": a["sliding_window"] and max(a["sliding_window"] - 1, 1)},
@@ -52,9 +43,7 @@ BUGS = {
     "one token too few": lambda a: {"context_lens": a["context_lens"] - (a["context_lens"] > 1)},
     "unwritten slots of the last page": lambda a: {"context_lens": -(-a["context_lens"] // 16) * 16},
     "the neighbouring page": lambda a: {"block_tables": a["block_tables"] ^ 1},
-    "the first two pages exchanged": lambda a: {
-        "block_tables": a["block_tables"].at[:, [0, 1]].set(a["block_tables"][:, [1, 0]])
-    },
+    "the first two pages exchanged": lambda a: {"block_tables": a["block_tables"][:, [1, 0, 2, 3]]},
     "another row's pages": lambda a: {"block_tables": a["block_tables"][::-1]},
     "query heads dealt out in turn": lambda a: {"q": a["q"][:, [0, 2, 1, 3]]},
     "keys for values": lambda a: {"v_pages": a["k_pages"]},
@@ -68,22 +57,13 @@ CATCHING = [
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_cases_catch_a_planted_bug(bug):
-    assert caught(planted(BUGS[bug]))
+    assert caught(check_decode, paged_attention, CATCHING, BUGS[bug])
 
 
 def test_the_cases_catch_a_missing_mask(monkeypatch):
     monkeypatch.setattr(reference, "MASKED", 0.0)
-    assert caught(lambda *args, **options: paged_attention(*args, **options))
+    assert caught(check_decode, lambda *args, **options: paged_attention(*args, **options), CATCHING)
 
 
 def test_the_cases_pass_the_kernel_as_it_is():
-    assert not caught(paged_attention)
-
-
-def caught(kernel) -> bool:
-    for case in CATCHING:
-        try:
-            check_decode(kernel, case)
-        except AssertionError:
-            return True
-    return False
+    assert not caught(check_decode, paged_attention, CATCHING)
