@@ -34,7 +34,7 @@ def bench(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_fi
     if json_file:
         Path(json_file).touch()  # better known now than after the measurement
     model = options["model"]
-    opened = open_engine(options)
+    opened = open_engine(options, warm_up=True)
     measured: dict[str, list[Round]] = {name: [] for name in workloads}
     for _ in range(rounds):  # in turn, so that a slow minute of the machine does not fall on one workload
         for name, works in workloads.items():

@@ -67,6 +67,8 @@ def sampling_from(options: dict[str, Any]) -> Any:
     return SamplingParams(**given)
 
 
+WARM_UP: dict[str, Any] = {"yes": True, "no": False, "background": "background"}
+
 # One entry a field of EngineConfig (a test holds them to it).
 ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "page_size": ("--page-size", {"type": int, "help": "Tokens a page holds."}),
@@ -84,7 +86,14 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--async-scheduling/--no-async-scheduling",
         {"default": None, "help": "Start a step before the tokens of the one before are read."},
     ),
-    "warm_up": ("--warm-up/--no-warm-up", {"default": None, "help": "Compile everything before the first request."}),
+    "warm_up": (
+        "--warm-up",
+        {
+            "type": click.Choice(list(WARM_UP)),
+            "callback": lambda _context, _parameter, value: None if value is None else WARM_UP[value],
+            "help": "Compile everything before the first request, or nothing, or go on while serving.",
+        },
+    ),
     "late_compile": (
         "--late-compile",
         {"type": click.Choice(["allow", "error"]), "help": "What a compilation after warm-up does."},

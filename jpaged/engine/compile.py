@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -122,13 +123,46 @@ class CompiledSteps:
         self._with_rope_lens = needs_rope_lens(config)
         self._programs: dict[Shape, Callable] = {}
         self._allow_late = allow_late
-        self._warm = False
+        self._to_come: dict[Shape, Future[Callable]] = {}
+        self._lock = threading.Lock()
 
     def warm_up(self) -> None:
-        """Compile every shape, in as many threads as there are processors. From then on a compilation is late."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(self._compile, self._buckets.all_shapes()))
-        self._warm = True
+        """Start to compile every shape, in as many threads as there are processors. From now on a shape that is not
+        among them is late."""
+        self._to_come = {shape: Future() for shape in self._buckets.all_shapes()}
+        queue = deque(self._to_come.items())
+        # Not an executor: those work off their queue before a program may end.
+        for _ in range(os.cpu_count() or 1):
+            threading.Thread(target=self._work_off, args=(queue,), name="jpaged-compile").start()
+
+    def wait_until_warm(self) -> None:
+        """Return when every shape is compiled; raises what a compilation raised."""
+        for future in self._to_come.values():
+            future.result()
+
+    @property
+    def warm(self) -> bool:
+        """Whether a compilation from now on would be late."""
+        return bool(self._to_come) and all(future.done() for future in self._to_come.values())
+
+    def _work_off(self, queue: deque[tuple[Shape, Future[Callable]]]) -> None:
+        while queue and threading.main_thread().is_alive():
+            try:
+                shape, future = queue.popleft()
+            except IndexError:
+                return  # another thread was faster
+            self._fulfil(shape, future)
+
+    def _fulfil(self, shape: Shape, future: Future[Callable]) -> None:
+        """Compile a shape, unless another thread has taken it on."""
+        with self._lock:
+            if future.running() or future.done():
+                return
+            future.set_running_or_notify_cancel()
+        try:
+            future.set_result(self._compile(shape))
+        except BaseException as error:  # whoever needs the program is told
+            future.set_exception(error)
 
     def temporary_bytes(self, shape: Shape) -> int:
         """Memory that a step of this shape takes beside its arguments."""
@@ -137,15 +171,20 @@ class CompiledSteps:
 
     def __call__(self, weights: Any, kv_pages: Any, batch: Batch):
         shape = (len(batch.positions), len(batch.context_lens), batch.query_starts is None)
-        program = self._programs.get(shape)
-        if program is None:
-            if self._warm:
-                what = f"a batch of {shape[0]} tokens in {shape[1]} rows was not compiled at warm-up"
-                if not self._allow_late:
-                    raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
-                log.warning("%s: compiling it now", what)
-            program = self._compile(shape)
+        program = self._programs.get(shape) or self._program_to_come(shape)
         return program(weights, kv_pages, batch)
+
+    def _program_to_come(self, shape: Shape) -> Callable:
+        future = self._to_come.get(shape)
+        if future is not None:
+            self._fulfil(shape, future)  # in front of the queue
+            return future.result()
+        if self._to_come:
+            what = f"a batch of {shape[0]} tokens in {shape[1]} rows was not compiled at warm-up"
+            if not self._allow_late:
+                raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
+            log.warning("%s: compiling it now", what)
+        return self._compile(shape)
 
     def _lower(self, shape: Shape):
         batch = batch_like(shape, self._buckets, self._with_rope_lens)

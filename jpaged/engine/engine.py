@@ -149,6 +149,8 @@ class Engine:
         )
         if config.warm_up:
             self._steps.warm_up()
+        if config.warm_up is True:
+            self._steps.wait_until_warm()
         self.warm_up_seconds = time.perf_counter() - began
         self.warm_up_compiles = self._compile_counter.compiles - compiles
         self.stats = EngineStats()
@@ -195,7 +197,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
-        compiles = self._compile_counter.compiles
+        warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
         try:
             flight = self._in_flight or self._launch(self._scheduler.schedule())
             if flight is None:
@@ -212,7 +214,9 @@ class Engine:
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
         self._record(flight, len(gained))
-        self.stats.num_compiles += self._compile_counter.compiles - compiles  # others compile too, between the steps
+        if warm:
+            # Others compile too, between the steps.
+            self.stats.num_compiles += self._compile_counter.compiles - compiles
         return outputs
 
     def _start_over(self) -> None:
@@ -250,6 +254,10 @@ class Engine:
         if not self._scheduler.has_unfinished:
             self._in_flight = None
         return True
+
+    def wait_until_warm(self) -> None:
+        """Return when every shape is compiled that `warm_up="background"` has under way."""
+        self._steps.wait_until_warm()
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished

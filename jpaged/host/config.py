@@ -27,7 +27,8 @@ class EngineConfig:
     num_pages: the KV cache's size instead, in pages, the null page included.
     dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
-    warm_up: compile every shape when the engine is built.
+    warm_up: compile every shape when the engine is built (True), in threads while it serves already, those that a
+        request waits for first ("background"), or each when it is first met (False).
     late_compile: whether a compilation after warm-up is allowed, or an error.
     compilation_cache_dir: where compiled programs are kept between runs (nowhere).
     check_integrity: check the accounts of pages after each step. Slow.
@@ -44,7 +45,7 @@ class EngineConfig:
     num_pages: int | None = None
     dtype: Any = None
     async_scheduling: bool = True
-    warm_up: bool = True
+    warm_up: bool | Literal["background"] = "background"
     late_compile: Literal["allow", "error"] = "allow"
     compilation_cache_dir: str | None = None
     check_integrity: bool = False
@@ -86,13 +87,17 @@ class EngineConfig:
                 )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name in ("async_scheduling", "warm_up", "check_integrity"):
+        if self.warm_up != "background" and not isinstance(self.warm_up, bool):
+            raise ValueError(f"warm_up must be True, False or 'background', got {self.warm_up!r}")
+        for name in ("async_scheduling", "check_integrity"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.late_compile not in ("allow", "error"):
             raise ValueError(f"late_compile must be 'allow' or 'error', got {self.late_compile!r}")
         if self.late_compile == "error" and not self.warm_up:
-            raise ValueError("late_compile='error' needs warm_up=True: without it every compilation is a late one")
+            raise ValueError(
+                "late_compile='error' needs warm_up=True or 'background': without it every compilation is a late one"
+            )
         if self.compilation_cache_dir is not None:
             if not isinstance(self.compilation_cache_dir, (str, os.PathLike)):
                 raise ValueError(f"compilation_cache_dir must be a path, got {self.compilation_cache_dir!r}")

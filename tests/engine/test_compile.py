@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import weakref
 
 import engine_support as support
@@ -17,7 +18,7 @@ import workloads
 
 import jpaged
 from jpaged.engine import api
-from jpaged.engine.compile import LateCompileError, use_compilation_cache
+from jpaged.engine.compile import CompiledSteps, LateCompileError, use_compilation_cache
 from jpaged.host.batch import Buckets
 from jpaged.host.sampling_params import SamplingParams
 
@@ -50,6 +51,47 @@ def warm():
     return support.build(
         support.tiny("llama"), warm_up=True, late_compile="error", max_model_len=workloads.MAX_MODEL_LEN, **shape
     )
+
+
+def test_a_warm_up_in_the_background_compiles_what_a_request_waits_for_first(monkeypatch):
+    started, hold = [], threading.Event()
+    compile_now = CompiledSteps._compile
+
+    def compile_slowly(self, shape):
+        started.append(shape)
+        if threading.current_thread().name == "jpaged-compile":
+            hold.wait(60)
+        return compile_now(self, shape)
+
+    monkeypatch.setattr(CompiledSteps, "_compile", compile_slowly)
+    engine = support.build(support.tiny("llama"), warm_up="background", late_compile="error")
+    assert not engine._steps.warm
+    prompts = [[7] * 20, [8, 9]]
+    try:
+        outputs = support.serve(engine, prompts)  # while the threads have not finished one program
+    finally:
+        hold.set()
+    engine.wait_until_warm()
+    assert engine._steps.warm and sorted(started) == sorted(set(started)) == sorted(engine._buckets.all_shapes())
+    before = engine._compile_counter.requests
+    assert support.tokens(support.serve(engine, prompts)) == support.tokens(outputs)
+    assert engine._compile_counter.requests == before
+
+
+def test_a_failed_compilation_in_the_background_reaches_whoever_needs_the_program(monkeypatch):
+    def fail(self, shape):
+        raise RuntimeError(f"no program for {shape}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledSteps, "_compile", fail)
+        engine = support.build(support.tiny("llama"), warm_up="background")
+        with pytest.raises(RuntimeError, match="no program for"):
+            engine.wait_until_warm()
+        engine.add_request([7, 8, 9], support.GREEDY, request_id="a")
+        with pytest.raises(RuntimeError, match="no program for"):
+            engine.step()
+        engine.abort("a")
+    assert engine.num_free_pages == engine.num_pages
 
 
 def test_a_ragged_workload_compiles_nothing_after_warm_up(warm, events):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jpaged.engine.compile import CompiledSteps
 from jpaged.engine.engine import Engine
 from jpaged.host.sampling_params import SamplingParams
 
@@ -83,7 +84,7 @@ def test_after_an_error_of_the_device_the_engine_goes_on_with_the_right_tokens(e
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_steps", out_of_memory)
+        patch.setattr(CompiledSteps, "__call__", lambda self, *args: out_of_memory(*args))
         with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
             engine.step()
     finished = support.finish(engine)

@@ -11,7 +11,7 @@ def test_by_default_the_engine_chooses():
     config = EngineConfig()
     assert config.page_size == 16
     assert config.gpu_memory_utilization == 0.9
-    assert (config.warm_up, config.late_compile, config.check_integrity) == (True, "allow", False)
+    assert (config.warm_up, config.late_compile, config.check_integrity) == ("background", "allow", False)
     left_open = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) is None]
     assert left_open == [
         "max_num_seqs",
