@@ -22,24 +22,19 @@ def sample(
     Otherwise one uniform number, which depends on the row's seed and position alone, is looked up in the cumulative
     distribution over the ids that the filters left.
     """
-    vocab = logits.shape[1]
+    num_seqs = logits.shape[0]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    allowed = lax.cond(
-        jnp.any(sampling.banned_ids < vocab), _ban, lambda logits, _: logits, logits, sampling.banned_ids
-    )
+    # Without a branch: one would copy the logits. `vocab` stands for no id.
+    rows = jnp.arange(num_seqs)[:, None]
+    allowed = logits.at[rows, sampling.banned_ids].set(NEVER, mode="drop")
     greedy = _argmax(allowed)
     token_ids = lax.cond(
         jnp.any(sampling.temperature > 0),
         lambda: jnp.where(sampling.temperature > 0, _draw(allowed, sampling, positions), greedy),
         lambda: greedy,
     )
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(allowed, token_ids[:, None], axis=-1)[:, 0]  # no banned id is chosen
     return token_ids, chosen - normalizer
-
-
-def _ban(logits, banned_ids):
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, banned_ids].set(NEVER, mode="drop")
 
 
 def _argmax(logits):

@@ -8,7 +8,7 @@ from jax import lax
 # Rows that share a loop, and tokens read in one turn of it: small enough for the gathered tiles to stay in a CPU's
 # cache, large enough to pay for the turn.
 ROWS = 8
-TOKENS = 128
+TOKENS = 96
 
 MASKED = -1e30  # finite: a row of only masked scores must not turn into NaN
 
