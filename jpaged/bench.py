@@ -60,7 +60,7 @@ def read_workloads(path: str | Path, names: list[str] | None = None) -> dict[str
     """
     try:
         content = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # UnicodeDecodeError too
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object of workloads, got a {type(content).__name__}")
@@ -71,6 +71,9 @@ def read_workloads(path: str | Path, names: list[str] | None = None) -> dict[str
     missing = [name for name in names or [] if name not in found]
     if missing or not found:
         raise ValueError(f"{path} has no workload {', '.join(missing)}; it holds: {', '.join(found) or 'none'}")
+    empty = [name for name in names or found if not found[name]]
+    if empty:
+        raise ValueError(f"{path}: workload {empty[0]} has no requests: put some in, or leave it out")
     return {
         name: [_work(f"{path}: {name}[{index}]", item, ignore_eos) for index, item in enumerate(found[name])]
         for name in (names or found)

@@ -357,6 +357,7 @@ def test_bench_runs_only_the_named_workloads(fake, workload):
     ("content", "part"),
     [
         ("not json", "is not JSON"),
+        ('{"w1": []}', "workload w1 has no requests"),
         ("[1]", "object of workloads"),
         ('{"greedy": false, "w1": []}', "greedy must be true"),
         ('{"w9": []}', "no workload w1; it holds: w9"),

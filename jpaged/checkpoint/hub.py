@@ -15,8 +15,14 @@ def resolve(path_or_id: str | os.PathLike, revision: str | None) -> Path:
     """The file or directory meant. A path that exists wins; a hub id is downloaded, or taken from the cache."""
     if not isinstance(path_or_id, (str, os.PathLike)) or not str(path_or_id):
         raise CheckpointError(f"path_or_id must be a path or a hub id like 'org/name', got {path_or_id!r}")
-    path = Path(path_or_id).expanduser()
-    if path.exists():
+    try:
+        path = Path(path_or_id).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of nobody
+        raise CheckpointError(
+            f"{str(path_or_id)[:200]!r} cannot be looked up: {getattr(error, 'strerror', error)}"
+        ) from error
+    if exists:
         if revision is not None:
             raise CheckpointError(f"{path} is on this machine, so revision {revision!r} means nothing: leave it out")
         return path

@@ -85,7 +85,7 @@ def _architecture(fields: dict[str, Any], file: Path) -> str:
     known = ", ".join(FAMILIES)
     if not isinstance(names, list) or not names:
         raise CheckpointError(f"{file}: names no architectures: add one of {known}")
-    if names[0] not in FAMILIES:
+    if not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise CheckpointError(f"{file}: architecture {names[0]} is not supported; supported are {known}")
     return names[0]
 

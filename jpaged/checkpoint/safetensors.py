@@ -31,7 +31,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing: a checkpoint directory needs it, copy it beside the weights") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): download it again") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}): download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}: download it again")
@@ -81,18 +83,29 @@ def _read_shards(directory: Path) -> dict[str, StoredTensor]:
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name. Format: github.com/huggingface/safetensors, README.md."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    try:
+        file = open(path, "rb")
+    except OSError as error:  # a link into a cache that was cleared
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): download it again") from None
+    with file:
+        size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or 8 + length > size:
             raise CheckpointError(f"{path}: truncated, its header does not fit in {size} bytes: download it again")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            entries = [(name, *_entry(**fields)) for name, fields in header.items()]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: corrupt header ({error!r}): download it again") from None
     return {entry[0]: _stored(path, size, 8 + length, *entry) for entry in entries}
+
+
+def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
+    begin, end = data_offsets
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"dtype {dtype!r}, shape {shape!r}, data_offsets {data_offsets!r}")
+    return dtype, tuple(shape), begin, end
 
 
 def _stored(

@@ -37,7 +37,10 @@ class OneLineErrors(click.Group):
 @click.version_option(__version__, prog_name="jpaged", message="%(prog)s %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error was raised.")
 def main(traceback: bool) -> None:
-    """Generate text from language models with a paged KV cache, in pure JAX."""
+    """Generate text from language models with a paged KV cache, in pure JAX.
+
+    `jpaged COMMAND --help` shows the options of a command.
+    """
 
 
 for command in (generate, chat, bench, env):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +16,28 @@ if TYPE_CHECKING:
     from jpaged.bench import Round
 
 
-@click.command()
+@click.command(short_help="Measure the speed of a workload.")
 @click.argument("mode", type=click.Choice(["throughput", "latency"]))
-@click.option("--workload", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON file of requests.")
-@click.option("--name", "names", multiple=True, help="A workload of the file (repeatable) [default: all].")
+@click.option("--workload", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON file; see above.")
+@click.option("--name", "names", multiple=True, help="A workload in the file (repeatable) [default: all].")
 @click.option(
-    "--rounds", default=1, show_default=True, type=click.IntRange(min=1), help="Passes; the table has the median."
+    "--rounds",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Passes over the workloads; the table shows the median one.",
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write all figures here.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file."
+)
 @engine_options
 def bench(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_file: str | None, **options: Any) -> None:
-    """Measure a workload: THROUGHPUT gives all its requests at once, LATENCY one after another."""
+    """Measure the speed of a workload: THROUGHPUT sends all its requests at once, LATENCY one after another.
+
+    The workload is a JSON file of named lists of requests, whose prompts are token ids:
+    {"name": [{"prompt": [504, 3575], "max_tokens": 64}, ...], ...}. With the key "ignore_eos": true beside the
+    names, every request generates all of its max_tokens.
+    """
     from jpaged.bench import median_round, read_workloads, run_round
 
     workloads = read_workloads(workload, None if not names or "all" in names else list(names))
@@ -84,8 +94,8 @@ def print_table(mode: str, model: str, opened: OpenedEngine, medians: dict[str, 
     columns = [lines(one) for one in medians.values()]
     for cells in zip(*columns):
         table.add_row(cells[0][0], *(value for _, value in cells))
-    # What is not a terminal has no width to fit into.
-    Console(width=None if sys.stdout.isatty() else 60 + 40 * len(medians)).print(table)
+    # Wide enough for every figure: a terminal that is narrower wraps the lines, where rich would leave figures out.
+    Console(width=60 + 40 * len(medians)).print(table)
 
 
 def lines(one: Round) -> list[tuple[str, str]]:

@@ -19,14 +19,15 @@ from jpaged.cli.options import (
     open_engine,
     sampling_from,
     sampling_options,
+    spinner,
 )
 
-HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = "/reset: start over, /quit or Ctrl-D: leave, Ctrl-C: stop an answer"
 
 
 @click.command()
 @click.option("--system", help="The system message.")
-@click.option("--stats/--no-stats", default=True, help="Tell tokens per second after each answer.")
+@click.option("--stats/--no-stats", default=True, help="Show tokens per second after each answer.")
 @sampling_options(temperature=0.7, top_p=0.9, max_tokens=1024)
 @engine_options
 def chat(system: str | None, stats: bool, **options: Any) -> None:
@@ -51,15 +52,18 @@ class Conversation:
     def run(self) -> None:
         with contextlib.suppress(ImportError):  # gives input() line editing and history
             import readline  # noqa: F401
-        note(HELP)
+        if sys.stdin.isatty():
+            note(HELP)
         while (line := read_line()) is not None:
             if line in ("/quit", "/exit"):
                 return
             if line == "/reset":
                 self.messages = list(self.opening)
-                note("forgotten")
+                note("the conversation starts over")
+            elif line == "/help":
+                note(HELP)
             elif line.startswith("/"):
-                note(f"no such command; {HELP}")
+                note(f"no such command: {line}\n{HELP}")
             elif line:
                 self.say(line)
 
@@ -71,12 +75,14 @@ class Conversation:
             request_id = self.engine.add_request(list(self.messages), self.sampling)
         except ValueError as error:
             self.messages.pop()
-            note(f"{error} (/reset starts anew)")
+            note(f"{error} (/reset starts over)")
             return
         first, output, shown = None, None, 0
         with interrupt_flag() as interrupted:
             while self.engine.has_unfinished_requests() and not interrupted:
-                for output in self.engine.step():
+                with spinner("Waiting for the first token", shown=first is None):
+                    outputs = self.engine.step()
+                for output in outputs:
                     first = first or time.perf_counter()
                     text = output.outputs[0].text
                     sys.stdout.write(text[shown:])
@@ -101,7 +107,7 @@ class Conversation:
     def why_cut(self, num_tokens: int) -> str:
         if num_tokens == self.sampling.max_tokens:
             return f"cut at --max-tokens {num_tokens}"
-        return "cut: the conversation fills the model's context; /reset starts anew"
+        return "cut: the conversation fills the model's context; /reset starts over"
 
 
 def read_line() -> str | None:
@@ -112,6 +118,8 @@ def read_line() -> str | None:
         note(f"\n{HELP}")
         return ""
     except EOFError:
+        if sys.stdin.isatty():
+            note("")  # the shell's prompt goes on a line of its own
         return None
 
 

@@ -17,7 +17,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "gguf", "huggingface_hub")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
-@click.command()
+@click.command(short_help="Show versions, devices and kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show versions, devices, memory, caches and the kernels that would be used."""
@@ -25,13 +25,10 @@ def env(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows(facts):
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    lines = rows(facts)
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        click.echo(f"{name:{width}}  {value}")
 
 
 def collect() -> dict[str, Any]:
@@ -98,7 +95,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [(name, found or "not installed") for name, found in facts["packages"].items()]
     for device in facts["devices"]:
         memory = f", {gib(device['memory_bytes'])}" if device["memory_bytes"] else ""
-        lines.append((f"device {device['id']}", f"{device['platform']}, {device['kind']}{memory}"))
+        kind = "" if device["kind"] == device["platform"] else f", {device['kind']}"
+        lines.append((f"device {device['id']}", f"{device['platform']}{kind}{memory}"))
     lines += [
         ("kernels", facts["kernel_implementation"]),
         ("cpu cores", str(facts["cpu_cores"])),

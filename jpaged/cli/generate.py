@@ -15,19 +15,23 @@ from jpaged.cli.options import (
     open_engine,
     sampling_from,
     sampling_options,
+    spinner,
 )
 
 INTERRUPTED = 130
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True}, short_help="Stream the answer to a prompt.")
 @click.argument("prompt", required=False)
 @click.option("--chat/--raw", default=None, help="Use the chat template [default: if the model has one].")
 @click.option("--system", help="The system message of the chat.")
 @sampling_options(temperature=0.0, max_tokens=256)
 @engine_options
 def generate(prompt: str | None, chat: bool | None, system: str | None, **options: Any) -> None:
-    """Stream the model's answer to PROMPT ("-", or none with a pipe: standard input)."""
+    """Stream the model's answer to PROMPT. Without PROMPT, or with "-", the prompt is read from standard input.
+
+    The answer goes to standard output, what it took to standard error.
+    """
     sampling = sampling_from(options)
     prompt = read_prompt(prompt)
     if chat is False and system is not None:
@@ -49,6 +53,8 @@ def read_prompt(prompt: str | None) -> str:
         raise click.UsageError("a prompt is needed, as the argument or on standard input")
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise click.UsageError("the prompt is empty")
     return prompt
 
 
@@ -60,7 +66,9 @@ def stream_answer(opened: OpenedEngine, request: Any, sampling: Any) -> bool:
     request_id = engine.add_request(request, sampling)
     try:
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            with spinner("Waiting for the first token", shown=first is None):
+                outputs = engine.step()
+            for output in outputs:
                 first = first or time.perf_counter()
                 if sampling.n == 1:
                     text = output.outputs[0].text
@@ -85,7 +93,7 @@ def stream_answer(opened: OpenedEngine, request: Any, sampling: Any) -> bool:
     num_tokens = sum(len(sample.token_ids) for sample in output.outputs)
     click.echo(
         f"{'' if complete else 'interrupted; '}loaded in {opened.load_seconds:.1f} s, "
-        f"warmed up in {opened.warm_up_seconds:.1f} s; {figures(output, num_tokens, started, first, ended)}",
+        f"engine ready in {opened.warm_up_seconds:.1f} s; {figures(output, num_tokens, started, first, ended)}",
         err=True,
     )
     return complete

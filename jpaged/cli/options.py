@@ -21,10 +21,16 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt."}),
     "temperature": (("-t", "--temperature"), {"type": float, "help": "0 takes the most likely token."}),
     "top_k": (("--top-k",), {"type": int, "help": "Draw from the k most likely tokens; 0: all."}),
-    "top_p": (("--top-p",), {"type": float, "help": "Draw from the likeliest tokens that hold this probability."}),
-    "min_p": (("--min-p",), {"type": float, "help": "Drop tokens less likely than this share of the likeliest."}),
-    "max_tokens": (("-m", "--max-tokens"), {"type": int, "help": "New tokens at most; 0: as many as fit."}),
-    "min_tokens": (("--min-tokens",), {"type": int, "help": "New tokens at least."}),
+    "top_p": (
+        ("--top-p",),
+        {"type": float, "help": "Draw from the likeliest tokens that together have this probability."},
+    ),
+    "min_p": (
+        ("--min-p",),
+        {"type": float, "help": "Drop tokens whose probability is below this share of the likeliest token's."},
+    ),
+    "max_tokens": (("-m", "--max-tokens"), {"type": int, "help": "At most so many new tokens; 0: as many as fit."}),
+    "min_tokens": (("--min-tokens",), {"type": int, "help": "At least so many new tokens."}),
     "stop": (("--stop",), {"type": str, "multiple": True, "help": "End the text before this string (repeatable)."}),
     "stop_token_ids": (
         ("--stop-token-id",),
@@ -36,7 +42,7 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "ignore_eos": (("--ignore-eos",), {"is_flag": True, "help": "Go on after the model's end-of-sequence token."}),
     "seed": (("--seed",), {"type": int, "help": "Makes draws repeatable."}),
-    "logprobs": (("--logprobs",), {"is_flag": True, "help": "Tell the log-probability of the answer."}),
+    "logprobs": (("--logprobs",), {"is_flag": True, "help": "Print the log-probability of the answer."}),
     "skip_special_tokens": (
         ("--skip-special-tokens/--show-special-tokens",),
         {"help": "Leave special tokens out of the text.", "default": True},
@@ -71,13 +77,31 @@ WARM_UP: dict[str, Any] = {"yes": True, "no": False, "background": "background"}
 
 # One entry a field of EngineConfig (a test holds them to it).
 ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
-    "page_size": ("--page-size", {"type": int, "help": "Tokens a page holds."}),
-    "max_num_seqs": ("--max-num-seqs", {"type": int, "help": "Requests that run at once."}),
-    "max_num_batched_tokens": ("--max-num-batched-tokens", {"type": int, "help": "Tokens that one step computes."}),
-    "max_model_len": ("--max-model-len", {"type": int, "help": "Longest sequence, prompt and answer together."}),
+    "page_size": ("--page-size", {"type": int, "help": "Tokens in a page of the KV cache [default: 16]."}),
+    "max_num_seqs": (
+        "--max-num-seqs",
+        {
+            "type": int,
+            "help": "At most so many requests run at once [default: 64 on a CPU, else 256; 1 for chat and generate].",
+        },
+    ),
+    "max_num_batched_tokens": (
+        "--max-num-batched-tokens",
+        {
+            "type": int,
+            "help": "At most so many tokens are computed in a step [default: 2048; 128 for chat and generate].",
+        },
+    ),
+    "max_model_len": (
+        "--max-model-len",
+        {
+            "type": int,
+            "help": "Tokens of the longest sequence, prompt and answer together [default: the model's limit].",
+        },
+    ),
     "gpu_memory_utilization": (
         "--gpu-memory-utilization",
-        {"type": float, "help": "Share of the device's memory that weights and KV cache may fill."},
+        {"type": float, "help": "Share of a GPU's memory that weights and KV cache may fill [default: 0.9]."},
     ),
     "kv_cache_memory": ("--kv-cache-memory", {"type": str, "help": 'Size of the KV cache, such as "2GiB".'}),
     "num_pages": ("--num-pages", {"type": int, "help": "Size of the KV cache in pages, instead."}),
@@ -91,20 +115,27 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "type": click.Choice(list(WARM_UP)),
             "callback": lambda _context, _parameter, value: None if value is None else WARM_UP[value],
-            "help": "Compile everything before the first request, or nothing, or go on while serving.",
+            "help": "Compile all programs before the first request, each when it is needed, or in the background "
+            "[default: yes for bench, else background].",
         },
     ),
     "late_compile": (
         "--late-compile",
-        {"type": click.Choice(["allow", "error"]), "help": "What a compilation after warm-up does."},
+        {
+            "type": click.Choice(["allow", "error"]),
+            "help": "What to do when a program is missing after warm-up [default: allow].",
+        },
     ),
     "compilation_cache_dir": (
         "--compilation-cache-dir",
-        {"type": click.Path(file_okay=False), "help": "Where compiled programs are kept."},
+        {
+            "type": click.Path(file_okay=False),
+            "help": "Where compiled programs are kept [default: xla in jpaged's cache].",
+        },
     ),
     "check_integrity": (
         "--check-integrity",
-        {"is_flag": True, "default": None, "help": "Check the accounts of pages after each step. Slow."},
+        {"is_flag": True, "default": None, "help": "Check the bookkeeping of the KV pages after each step. Slow."},
     ),
 }
 
@@ -133,6 +164,16 @@ def engine_for_one(num_samples: int = 1) -> dict[str, int]:
     return {"max_num_seqs": num_samples, "max_num_batched_tokens": max(128, num_samples)}
 
 
+def spinner(text: str, shown: bool = True) -> Any:
+    """A context with a spinner before `text`, where standard error is a terminal; to be left before anything is
+    written."""
+    if not shown or not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
 @dataclass
 class OpenedEngine:
     """An engine that is ready, and what getting there took."""
@@ -154,9 +195,7 @@ def open_engine(options: dict[str, Any], **defaults: Any) -> OpenedEngine:
     chosen = {name: options.pop(f"engine_{name}") for name in ENGINE}
     settings = {**defaults, **{name: value for name, value in chosen.items() if value is not None}}
 
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"Loading {model}") if sys.stderr.isatty() else contextlib.nullcontext():
+    with spinner(f"Loading {model}"):
         from jpaged import Engine, EngineConfig, load
 
         config = EngineConfig(**settings)
@@ -164,6 +203,7 @@ def open_engine(options: dict[str, Any], **defaults: Any) -> OpenedEngine:
         started = time.perf_counter()
         params = load(path, dtype=dtype)
         load_seconds = time.perf_counter() - started
+    with spinner("Compiling (the first time takes minutes)" if config.warm_up is True else "Making the engine"):
         engine = Engine(params, config)
     return OpenedEngine(
         engine=engine,

@@ -26,9 +26,10 @@ def kv_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, 
 
 
 def make_kv_pages(config: ModelConfig, num_pages: int, page_size: int, dtype) -> KVPages:
-    """A pool of zeros."""
+    """A pool of zeros: arrays even while the caller traces a function around it."""
     shape = kv_shape(config, num_pages, page_size)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    with jax.ensure_compile_time_eval():
+        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
 def kv_pages_like(config: ModelConfig, num_pages: int, page_size: int, dtype) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.models.config import ModelConfig
 
@@ -85,3 +87,46 @@ def weight_shapes(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         shapes["embed"] = (config.vocab_size, d)
     return shapes
+
+
+def check_params(params: Any) -> None:
+    """Raise ValueError unless these are `Params` that can be run: every weight that the config asks for, an array of
+    that shape on a device."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be a jpaged.Params, such as jpaged.load returns, got {type(params).__name__}")
+    shapes = _shapes_by_path(params.config)
+    found = {_dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}
+    for path in shapes:
+        if path not in found:
+            raise ValueError(
+                f"params have no weight {path}, which their config asks for: take both from one checkpoint"
+            )
+    for path, leaf in found.items():
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"weight {path} is being traced, and generation can be no part of a transformed function (jit, grad, "
+                "vmap): call it outside, with arrays"
+            )
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"weights must lie on a device, but {path} is a {type(leaf).__name__}: use jax.device_put(params)"
+            )
+        if leaf.is_deleted():
+            raise ValueError(f"weight {path} was deleted, maybe donated to a jitted function: pass what that returned")
+        if leaf.shape != shapes.get(path, leaf.shape):
+            raise ValueError(f"weight {path} has shape {leaf.shape}, but the config asks for {shapes[path]}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"weights must be floats, but {path} is {leaf.dtype}: use a dtype such as bfloat16")
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def is_shape(node: Any) -> bool:
+        return isinstance(node, tuple) and isinstance(node[0], int)
+
+    shapes = jax.tree_util.tree_flatten_with_path(weight_shapes(config), is_leaf=is_shape)[0]
+    return {_dotted(path): shape for path, shape in shapes}
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jpaged.device.params import Params
+from jpaged.device.params import Params, check_params
 from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.progress import Progress
@@ -42,11 +42,16 @@ def generate(
     progress: a progress bar on standard error; None shows it on a terminal, for work that takes a while.
     options: fields of `EngineConfig`.
 
-    The engine (compiled programs, KV pool) is kept for the next call with params of the same config, shapes, dtypes and
-    shardings and the same options: new weights cost no compilation. The params themselves are not kept.
+    The engine (compiled programs, KV pool) is kept for the next call with the same options and params of the same
+    config, tokenizer, shapes, dtypes and shardings: new weights cost no compilation. The params themselves are not
+    kept. The two engines used last are kept; a third takes the place of the older one.
+
+    Unless `sampling` says otherwise, 16 tokens are drawn at temperature 1.
     Raises ValueError for bad input, before anything is generated.
     """
     prompt_list = as_prompts(prompts)
+    if not prompt_list:
+        return []
     with _lock:
         engine = _engine_for(params, options)
         try:
@@ -101,7 +106,7 @@ class _Stream:
                 if output.finished:
                     del self._unfinished[output.request_id]
             if not self._unfinished:
-                self._engine.weights = None
+                _let_go(self._engine)
         if not self._outputs:
             raise StopIteration
         return self._outputs.popleft()
@@ -113,9 +118,16 @@ class _Stream:
             for request_id in self._unfinished:
                 self._engine.abort(request_id)
             self._unfinished.clear()
-            self._engine.weights = None
+            _let_go(self._engine)
 
     __del__ = close
+
+
+def _let_go(engine: Engine) -> None:
+    """Forget the weights of a stream that has ended, unless another thread has taken the engine already."""
+    with _lock:
+        if not engine.has_unfinished_requests():
+            engine.weights = None
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -144,7 +156,7 @@ def run(
     """Serve these prompts to their end. If anything goes wrong, none of them stays behind in the engine."""
     ids = _add_all(engine, prompts, sampling, names=None)
     finished: dict[str, RequestOutput] = {}
-    show = sys.stderr.isatty() if progress is None else progress
+    show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
     try:
         with Progress(len(ids), at_once=progress is True) if show else _Silent() as bar:
             while engine.has_unfinished_requests():
@@ -201,8 +213,7 @@ def _add_all(
 
 
 def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:
-    if not isinstance(params, Params):
-        raise ValueError(f"params must be a jpaged.Params, such as jpaged.load returns, got {type(params).__name__}")
+    check_params(params)
     config = EngineConfig.from_options(options)
     leaves, structure = jax.tree.flatten(params.weights)
     key = (
@@ -210,6 +221,7 @@ def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:
         params.tokenizer,
         config,
         structure,
+        jax.config.jax_default_matmul_precision,  # what programs are compiled with
         tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "sharding", None)) for leaf in leaves),
     )
     engine = _engines.pop(key, None)

@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -35,15 +36,30 @@ def use_compilation_cache(directory: str | None) -> None:
     None leaves a cache that the program has chosen in place, and otherwise takes jpaged's own. "" keeps none.
     These are settings of JAX, for the whole process.
     """
+    chosen = directory is not None
     if directory is None:
         if jax.config.jax_compilation_cache_dir:
             return
         directory = str(cache_dir() / "xla")
     if directory:
-        os.makedirs(directory, exist_ok=True)
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            if chosen:
+                raise ValueError(f"compilation_cache_dir {directory!r} cannot be made ({error.strerror})") from error
+            log.warning("compiled programs are not kept: %s cannot be made (%s)", directory, error.strerror)
+            return
         jax.config.update("jax_compilation_cache_dir", directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """JAX as the compiled steps need it, whatever the caller debugs: no step through programs made ahead, and the
+    transfers between host and device that a step is made of."""
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
 
 
 class CompileCounter:
@@ -106,7 +122,7 @@ def batch_like(shape: Shape, buckets: Buckets, with_rope_lens: bool) -> Batch:
 
 
 class CompiledSteps:
-    """`step`, compiled for each shape of `buckets`.
+    """`step`, compiled for each shape of `buckets`, with the precision of matrix products that holds when this is made.
 
     `weights` may be arrays or shapes: shapes, dtypes and shardings are read, nothing is kept.
     """
@@ -121,24 +137,30 @@ class CompiledSteps:
         self._kv_pages = kv_pages_like(config, num_pages, buckets.page_size, kv_dtype)
         self._buckets = buckets
         self._with_rope_lens = needs_rope_lens(config)
+        self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
         self._allow_late = allow_late
         self._to_come: dict[Shape, Future[Callable]] = {}
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def warm_up(self) -> None:
-        """Start to compile every shape, in as many threads as there are processors. From now on a shape that is not
-        among them is late."""
+    def warm_up(self, num_threads: int) -> None:
+        """Start to compile every shape, in so many threads. From now on a shape that is not among them is late."""
         self._to_come = {shape: Future() for shape in self._buckets.all_shapes()}
         queue = deque(self._to_come.items())
         # Not an executor: those work off their queue before a program may end.
-        for _ in range(os.cpu_count() or 1):
-            threading.Thread(target=self._work_off, args=(queue,), name="jpaged-compile").start()
+        self._threads = [
+            threading.Thread(target=self._work_off, args=(queue,), name="jpaged-compile") for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait_until_warm(self) -> None:
         """Return when every shape is compiled; raises what a compilation raised."""
-        for future in self._to_come.values():
-            future.result()
+        for thread in self._threads:
+            thread.join()
+        for shape in list(self._to_come):
+            self._program_to_come(shape)  # in this thread, if an interruption left it undone
 
     @property
     def warm(self) -> bool:
@@ -161,8 +183,12 @@ class CompiledSteps:
             future.set_running_or_notify_cancel()
         try:
             future.set_result(self._compile(shape))
-        except BaseException as error:  # whoever needs the program is told
+        except Exception as error:  # whoever needs the program is told
             future.set_exception(error)
+        except BaseException as error:  # Ctrl-C says nothing about the program: the next one to need it tries again
+            self._to_come[shape] = Future()
+            future.set_exception(error)
+            raise
 
     def temporary_bytes(self, shape: Shape) -> int:
         """Memory that a step of this shape takes beside its arguments."""
@@ -188,7 +214,14 @@ class CompiledSteps:
 
     def _lower(self, shape: Shape):
         batch = batch_like(shape, self._buckets, self._with_rope_lens)
-        return jitted_step.lower(self._config, self._weights, self._kv_pages, batch)
+        # Such settings hold for a thread: without this, a program would depend on which thread makes it.
+        with (
+            own_settings(),
+            jax.enable_x64(False),
+            jax.numpy_rank_promotion("allow"),
+            jax.default_matmul_precision(self._precision),
+        ):
+            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch)
 
     def _compile(self, shape: Shape) -> Callable:
         program = self._programs[shape] = self._lower(shape).compile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ import jax
 import numpy as np
 
 from jpaged.device.kv_pages import KVPages, make_kv_pages, page_bytes
-from jpaged.device.params import Params
-from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, use_compilation_cache
+from jpaged.device.params import Params, check_params
+from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, own_settings, use_compilation_cache
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import CompletionOutput, RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
@@ -72,9 +73,12 @@ class Engine:
     """
 
     def __init__(self, params: Params, config: EngineConfig | None = None, **options: Any):
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {type(config).__name__}: or give options by keyword")
         if options:
             config = EngineConfig.from_options((asdict(config) if config else {}) | options)
         self.config = config = config or EngineConfig()
+        check_params(params)
         self.model_config = model = params.config
         self.tokenizer = params.tokenizer
         # A tokenizer may know of end-of-turn tokens that the config does not name.
@@ -85,11 +89,6 @@ class Engine:
         compiles, began = self._compile_counter.compiles, time.perf_counter()
 
         leaves = jax.tree.leaves(params.weights)
-        for leaf in leaves:
-            if not isinstance(leaf, jax.Array):
-                raise ValueError(
-                    f"weights must lie on a device, but one is a {type(leaf).__name__}: use jax.device_put(params)"
-                )
         device = next(iter(leaves[0].devices()))
         kv_dtype = config.dtype or leaves[0].dtype
         max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
@@ -137,7 +136,8 @@ class Engine:
         )
         self._with_rope_lens = needs_rope_lens(model)
         self._make_kv_pages = partial(make_kv_pages, model, num_pages, config.page_size, kv_dtype)
-        self._kv_pages: KVPages = self._make_kv_pages()
+        with own_settings():
+            self._kv_pages: KVPages = self._make_kv_pages()
         log.info(
             "KV cache: %d tokens in %d pages of %d (%.0f MiB), %.1f sequences of %d",
             held,
@@ -148,7 +148,8 @@ class Engine:
             longest,
         )
         if config.warm_up:
-            self._steps.warm_up()
+            # In the background, one processor stays free for what is served meanwhile.
+            self._steps.warm_up(max((os.cpu_count() or 1) - (config.warm_up == "background"), 1))
         if config.warm_up is True:
             self._steps.wait_until_warm()
         self.warm_up_seconds = time.perf_counter() - began
@@ -172,6 +173,8 @@ class Engine:
             raise ValueError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
         self._check(token_ids, sampling)
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id must be text or None, got {request_id!r}")
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"request-{i}") not in self._groups)
         if request_id in self._groups:
@@ -206,10 +209,10 @@ class Engine:
             if self.config.async_scheduling and flight.batch.query_starts is None:
                 self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.token_ids)
             token_ids, logprobs = jax.device_get((flight.token_ids, flight.logprobs))
-        except jax.errors.JaxRuntimeError:
+            gained = self._scheduler.update(flight.plan, token_ids, logprobs)
+        except BaseException:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
             raise
-        gained = self._scheduler.update(flight.plan, token_ids, logprobs)
         outputs = self._outputs(gained)
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
@@ -220,12 +223,11 @@ class Engine:
         return outputs
 
     def _start_over(self) -> None:
-        """After an error of the device, which may have taken the donated pool with it: an empty pool, for which every
-        running request computes its tokens again."""
+        """After an error or an interruption, which may have taken the donated pool with it: an empty pool, for which
+        every running request computes its tokens again."""
         self._in_flight = None
-        self._scheduler.preempt_all()
-        self._kv_pages = ()  # or both pools would be there at once
-        self._kv_pages = self._make_kv_pages()
+        self._scheduler.start_over()
+        self._kv_pages = ()  # made again with the next step: here that could fail too
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""
@@ -240,7 +242,10 @@ class Engine:
         )
         if token_ids is not None:
             batch = batch._replace(token_ids=cast(np.ndarray, token_ids))
-        self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
+        with own_settings():
+            if not self._kv_pages:
+                self._kv_pages = self._make_kv_pages()
+            self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
         return _Flight(plan._replace(rows=rows), batch, token_ids, logprobs)
 
     def abort(self, request_id: str) -> bool:

@@ -10,6 +10,9 @@ import psutil
 from jpaged.host.config import EngineConfig
 
 CPU_SHARE = 0.25  # of the RAM that is free when the engine is built
+# Leading bits that are kept of a measured budget. The number of pages is part of every program's shape: a pool that
+# were a little different at each start would find none of its programs in the compilation cache.
+CPU_BITS, GPU_BITS = 1, 5
 
 
 def choose_num_pages(
@@ -19,7 +22,8 @@ def choose_num_pages(
 
     `num_pages` or `kv_cache_memory` of the config are taken at their word. Otherwise it is what a GPU has left under
     `gpu_memory_utilization`, by its own statistics, after `step_bytes()`, the temporary memory of the largest step; on
-    a CPU a quarter of the free RAM. Either way no more than `useful_pages`, which all rows together can fill.
+    a CPU a quarter of the free RAM; rounded down, so that the next start comes to the same. Either way no more than
+    `useful_pages`, which all rows together can fill.
     Raises ValueError if not a single page fits.
     """
     if config.num_pages is not None:
@@ -28,7 +32,8 @@ def choose_num_pages(
         assert isinstance(config.kv_cache_memory, int)
         budget, origin = config.kv_cache_memory, "kv_cache_memory"
     elif device.platform == "cpu":
-        budget, origin = int(psutil.virtual_memory().available * CPU_SHARE), f"{CPU_SHARE:.0%} of the free RAM"
+        budget = _rounded_down(int(psutil.virtual_memory().available * CPU_SHARE), CPU_BITS)
+        origin = f"{CPU_SHARE:.0%} of the free RAM"
     else:
         statistics = device.memory_stats()
         if not statistics or "bytes_limit" not in statistics:
@@ -36,7 +41,7 @@ def choose_num_pages(
                 f"{device} reports no memory statistics to size the KV cache by: give kv_cache_memory or num_pages"
             )
         limit = int(statistics["bytes_limit"] * config.gpu_memory_utilization)
-        budget = limit - statistics["bytes_in_use"] - step_bytes()
+        budget = _rounded_down(limit - statistics["bytes_in_use"] - step_bytes(), GPU_BITS)
         origin = f"gpu_memory_utilization={config.gpu_memory_utilization} of {device}, less weights and activations,"
     num_pages = min(budget // page_bytes, useful_pages)
     if num_pages < 2:
@@ -45,3 +50,9 @@ def choose_num_pages(
             "give it more memory"
         )
     return int(num_pages)
+
+
+def _rounded_down(size: int, bits: int) -> int:
+    """`size` with all but its leading bits cleared."""
+    unit = 1 << max(size.bit_length() - bits, 0)
+    return size // unit * unit

@@ -12,7 +12,8 @@ from jpaged.host.request import Request
 class CompletionOutput:
     """One sample of a request, as it stood when this was made: later tokens do not show in it.
 
-    index: which of the `n` samples. finish_reason: None while it goes on, then "stop", "length" or "abort".
+    index: which of the `n` samples, from 0. finish_reason: None while it goes on, then "stop" (an end-of-sequence
+    token, or what `stop_reason` says) or "length" (`max_tokens`, or the model's length is used up).
     stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
     """
 
@@ -46,7 +47,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float:
-        """The log-probability of the whole sample."""
+        """The log-probability of the whole sample, the sum over its tokens; it does not need `logprobs`."""
         return sum(self._request.output_logprobs[: self._num_tokens])
 
     def __repr__(self) -> str:
@@ -58,10 +59,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of a request. `outputs` has one entry for each of its `n` samples, in their order.
+    """The state of a request. `outputs` has one entry for each of its `n` samples, in their order. A request that was
+    aborted has no further outputs.
 
-    prompt: the text that was given, None for token ids. num_preemptions: how often it had to give way, all samples
-    together. latencies: one entry a sample (seconds).
+    prompt: the text that was given, or that the chat template made; None for token ids. num_preemptions: how often it
+    had to give way, all samples together.
     """
 
     request_id: str
@@ -73,4 +75,6 @@ class RequestOutput:
 
     @property
     def latencies(self) -> list[Latencies]:
+        """For each sample: ttft (arrival to first token), tpot (mean time per later token), itl (each gap between two
+        tokens) and e2e_latency (arrival to end), in seconds."""
         return [Latencies.of(output._request, output._num_tokens) for output in self.outputs]

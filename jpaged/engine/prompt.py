@@ -20,7 +20,7 @@ def to_token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> t
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("the prompt is empty: give at least one character, or token ids")
-        return prompt, _nonempty(_need(tokenizer).encode(prompt))
+        return prompt, _encoded(_need(tokenizer).encode(prompt), vocab_size)
     if hasattr(prompt, "__array__"):
         array = np.asarray(prompt)
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -38,7 +38,7 @@ def to_token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> t
         tokenizer = _need(tokenizer)
         text = tokenizer.apply_chat_template(prompt)
         # The template writes the beginning-of-sequence token itself, where the model wants one.
-        return text, _nonempty(tokenizer.encode(text, add_special_tokens=False))
+        return text, _encoded(tokenizer.encode(text, add_special_tokens=False), vocab_size)
     token_ids = []
     for token_id in prompt:
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
@@ -55,7 +55,12 @@ def _need(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _nonempty(token_ids: list[int]) -> list[int]:
+def _encoded(token_ids: list[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise ValueError("the prompt is empty: the tokenizer made no token of it")
+    if max(token_ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer made token id {max(token_ids)} of the prompt, but the model's vocabulary has ids 0 to "
+            f"{vocab_size - 1}: take weights and tokenizer from one checkpoint"
+        )
     return token_ids

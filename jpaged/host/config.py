@@ -16,22 +16,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of an engine; None lets the engine choose.
+    """The options of an engine; None lets the engine choose (what it chooses is in parentheses).
 
     page_size: tokens in a page of KV memory.
-    max_num_seqs: at most so many requests run together (64 on a CPU, 256 elsewhere).
+    max_num_seqs: at most so many sequences run together (64 on a CPU, 256 elsewhere). Each of `n` samples is one.
     max_num_batched_tokens: at most so many tokens are computed in a step (2048).
     max_model_len: at most so many tokens, prompt and output together (the model's own limit).
-    gpu_memory_utilization: share of the device's memory for weights, activations and KV cache together.
+    gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache together. On a CPU, the KV
+        cache takes at most a quarter of the free RAM.
     kv_cache_memory: the KV cache's size instead, in bytes or as text such as "2GiB".
-    num_pages: the KV cache's size instead, in pages, the null page included.
+    num_pages: the KV cache's size instead, in pages; one of them, the null page, only takes the writes of padding.
     dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
     warm_up: compile every shape when the engine is built (True), in threads while it serves already, those that a
         request waits for first ("background"), or each when it is first met (False).
     late_compile: whether a compilation after warm-up is allowed, or an error.
-    compilation_cache_dir: where compiled programs are kept between runs (nowhere).
-    check_integrity: check the accounts of pages after each step. Slow.
+    compilation_cache_dir: where compiled programs are kept between runs. None: where JAX is set to keep them, else in
+        jpaged's cache folder; "": leave JAX's setting as it is.
+    check_integrity: check the bookkeeping of the pages after each step. Slow.
 
     Raises ValueError naming the option, its value and what it may be.
     """

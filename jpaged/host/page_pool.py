@@ -18,8 +18,13 @@ class PagePool:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: what was released last is handed out first
+        self.clear()
+
+    def clear(self) -> None:
+        """Takes all pages back, whoever holds them."""
+        self._references = [0] * self.num_pages
+        # A stack: what was released last is handed out first.
+        self._free = list(range(self.num_pages - 1, NULL_PAGE, -1))
 
     @property
     def num_free(self) -> int:

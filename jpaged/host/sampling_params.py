@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 MAX_N = 1024
 MAX_BANNED_IDS = 32  # columns of the table of ids that `min_tokens` keeps from being drawn
 
@@ -21,8 +23,11 @@ class SamplingParams:
     min_tokens: no end-of-sequence or stop token is drawn, and no stop string ends the text, before this many tokens.
     stop: strings that end the text where they first appear (not shown unless `include_stop_str_in_output`).
     stop_token_ids: ids that end the text, beside the model's end-of-sequence ids (which `ignore_eos` switches off).
-    n: how many samples of the same prompt. seed: makes draws repeatable; None: fresh entropy.
-    logprobs: True returns the log-probability of each generated token under the unmodified logits.
+    n: how many samples of the same prompt. seed: makes draws repeatable, each of the `n`
+        samples with draws of its own; None: fresh entropy.
+    logprobs: True returns the log-probability of each generated token under the unmodified logits (before temperature
+        and filters).
+    skip_special_tokens: leave special tokens, such as the end of sequence, out of the text.
 
     Raises ValueError naming the parameter, its value and its range.
     """
@@ -48,15 +53,21 @@ class SamplingParams:
 
         def whole(name: str, low: int, high: float, rule: str):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
                 fail(name, rule)
+            object.__setattr__(self, name, int(value))  # NumPy has numbers of its own
 
         def real(name: str, low: float, high: float, rule: str):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            # Not math.isfinite: it fails for a whole number beyond all floats.
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float, np.integer, np.floating))
+                or not low <= value <= high
+                or value == math.inf
+            ):
                 fail(name, rule)
-            if not low <= value <= high:
-                fail(name, rule)
+            object.__setattr__(self, name, int(value) if isinstance(value, (int, np.integer)) else float(value))
 
         whole("n", 1, MAX_N, f"a whole number from 1 to {MAX_N}")
         real("temperature", 0.0, math.inf, "a finite number of at least 0 (0 is greedy)")

@@ -192,10 +192,17 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_time = perf_counter()
 
-    def preempt_all(self) -> None:
-        """Every running request gives back its pages and waits to compute its tokens again."""
-        while self.running:
-            self._preempt_last()
+    def start_over(self) -> None:
+        """Every running request gives back its pages and waits to compute its tokens again. Trusts no account but the
+        list of unfinished requests: the others may have been left half written by an interruption."""
+        self.pool.clear()
+        for request in self._requests.values():
+            if request.status is RequestStatus.RUNNING:
+                request.num_preemptions += 1
+                self.num_preemptions += 1
+            request.status = RequestStatus.WAITING
+            request.drop_pages()
+        self.running, self.waiting = [], deque(self._requests.values())
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""

@@ -85,7 +85,10 @@ class Tokenizer:
                         "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
                     )
             return None
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library has no exception of its own
+            raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}): download it again") from error
         config = _read_json(path / "tokenizer_config.json")
         special = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
         known = {t.content for t in backend.get_added_tokens_decoder().values()}

@@ -79,7 +79,11 @@ def attend_dense(config: ModelConfig, q, k, v, cache, context):
 def forward(params: Params, tokens: Int32[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
     """Logits after every token of whole sequences, differentiable: the model as a trainer uses it.
 
-    tokens: int32 [batch, length], no padding (a causal model may be padded at the end: later tokens change nothing).
+    tokens: int32 [batch, length]. There is no mask: pad shorter sequences at the end, where the padding changes
+        no logits before it (unless rope scaling is dynamic), and leave its positions out of the loss.
+
+    Returns float32 [batch, length, vocab]; those at i score the token at i + 1. Not jitted: call it inside a `jax.jit`.
+    Raises ValueError if `tokens` has not two axes.
     """
     config = params.config
     tokens = jnp.asarray(tokens)

@@ -281,3 +281,49 @@ def test_a_revision_of_a_local_path_is_refused():
 def test_a_dtype_that_is_no_dtype_of_weights_is_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype must be one of float32, bfloat16, float16"):
         load(LLAMA, dtype=dtype)
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [0]},
+        {"data_offsets": ["a", "b"]},
+        {"data_offsets": [-4, 0]},  # would read the header as a weight
+        {"shape": "ab"},
+        {"shape": [1.0]},
+        {"dtype": ["F32"]},
+    ],
+)
+def test_an_entry_of_a_header_that_makes_no_sense_is_refused(sharded, change):
+    header = json.dumps({"x": ENTRY | change}).encode()
+    (sharded / SHARD).write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    refused(sharded, SHARD, "corrupt header", "download")
+
+
+def test_a_header_nested_without_end_is_refused(sharded):
+    (sharded / SHARD).write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
+    refused(sharded, SHARD, "corrupt header")
+
+
+def test_a_link_to_a_weight_file_that_is_gone_is_named(tmp_path):
+    shutil.copy(LLAMA / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "."}}')
+    refused(tmp_path, "cannot be read", "Is a directory")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    refused(tmp_path, "model.safetensors", "cannot be read", "No such file")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0", "trunc'])
+def test_a_broken_tokenizer_is_named(sharded, content):
+    (sharded / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read.*download"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "x" * 5000])
+def test_a_name_that_can_be_no_path_is_refused(name):
+    refused(name, name[:200], "cannot be looked up")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jpaged
+from jpaged.device.params import Params
 from jpaged.engine import api
 from jpaged.engine.engine import Engine
 from jpaged.host.config import EngineConfig
@@ -57,6 +58,73 @@ def test_a_bad_prompt_is_refused_and_what_runs_goes_on(engine, kind):
     assert engine.abort("bad") is False
     finished = support.finish(engine)
     assert support.tokens([finished["running"]]) == [support.reference("llama")["greedy"][0].tolist()]
+
+
+@pytest.mark.parametrize("prompt", ["beyond", [{"role": "user", "content": "beyond"}]])
+def test_text_of_another_models_tokenizer_is_refused(prompt):
+    class Other:
+        eos_token_ids = frozenset()
+
+        def encode(self, text, add_special_tokens=True):
+            return [5, 320]
+
+        def apply_chat_template(self, messages):
+            return "beyond"
+
+    params = support.tiny("llama")
+    engine = support.build(Params(params.weights, params.config, Other()))
+    with pytest.raises(ValueError, match="token id 320.*ids 0 to 319.*one checkpoint"):
+        engine.add_request(prompt)
+    support.assert_idle(engine)
+
+
+def _with(**changed):
+    params = support.tiny("llama")
+    return Params({**params.weights, **changed}, params.config)
+
+
+def _deleted():
+    params = jax.tree.map(lambda w: w + 0, support.tiny("llama"))
+    params.weights["head"].delete()
+    return params
+
+
+PARAMS = {
+    "no params": (lambda: None, "must be a jpaged.Params.*got NoneType"),
+    "a tree without config": (lambda: support.tiny("llama").weights, "must be a jpaged.Params.*got dict"),
+    "no weights": (lambda: Params({}, support.tiny("llama").config), "no weight embed"),
+    "a weight of None": (lambda: _with(head=None), "no weight head"),
+    "a number": (lambda: _with(head=1.0), "head is a float: use jax.device_put"),
+    "another shape": (lambda: _with(head=jnp.ones((64, 319))), r"head has shape \(64, 319\).*\(64, 320\)"),
+    "whole numbers": (lambda: _with(head=jnp.ones((64, 320), int)), "must be floats, but head is int32"),
+    "deleted": (_deleted, "head was deleted.*donated"),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_params_that_cannot_be_run_are_refused(kind):
+    make, message = PARAMS[kind]
+    with pytest.raises(ValueError, match=message):
+        Engine(make(), warm_up=False)
+    with pytest.raises(ValueError, match=message):
+        jpaged.generate(make(), [5], support.GREEDY, **support.LIMITS)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
+def test_generating_inside_a_transformed_function_is_refused(transform):
+    def loss(params):
+        jpaged.generate(params, [5], support.GREEDY, **support.LIMITS)
+        return 0.0
+
+    with pytest.raises(ValueError, match="being traced.*call it outside"):
+        transform(loss)(support.tiny("llama"))
+
+
+def test_a_config_that_is_none_and_a_name_that_is_no_text_are_refused(engine):
+    with pytest.raises(ValueError, match="must be an EngineConfig, got dict"):
+        Engine(support.tiny("llama"), {"page_size": 16})
+    with pytest.raises(ValueError, match=r"request_id must be text or None, got \[1\]"):
+        engine.add_request([5], request_id=[1])
 
 
 SAMPLING = {

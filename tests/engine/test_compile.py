@@ -94,6 +94,73 @@ def test_a_failed_compilation_in_the_background_reaches_whoever_needs_the_progra
     assert engine.num_free_pages == engine.num_pages
 
 
+def test_a_compilation_that_was_interrupted_is_tried_again(monkeypatch):
+    compile_now = CompiledSteps._compile
+    hold = threading.Event()
+
+    def interrupt(self, shape):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        hold.wait(60)
+        return compile_now(self, shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledSteps, "_compile", interrupt)
+        engine = support.build(support.tiny("llama"), warm_up="background", late_compile="error")
+        engine.add_request([7] * 20, support.GREEDY)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                support.finish(engine)
+        finally:
+            hold.set()
+    assert support.tokens(support.finish(engine).values()) == support.tokens(support.serve(engine, [[7] * 20]))
+    engine.wait_until_warm()
+    assert engine._steps.warm
+
+
+SETTINGS = {
+    "no jit": lambda: jax.disable_jit(),
+    "no transfers": lambda: jax.transfer_guard("disallow"),
+    "64 bits": lambda: jax.enable_x64(True),
+    "no broadcasting": lambda: jax.numpy_rank_promotion("raise"),
+    "NaN is an error": lambda: jax.debug_nans(True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_caller_has_set_in_jax_changes_no_token(name):
+    prompts, sampling = [[7] * 20, [8, 9]], SamplingParams(temperature=1, seed=3, top_p=0.9, max_tokens=8)
+    options = {"max_num_seqs": 2, "num_pages": 40}
+    plain = support.tokens(support.serve(support.build(support.tiny("llama"), **options), prompts, sampling))
+    with SETTINGS[name]():
+        inside = support.tokens(support.serve(support.build(support.tiny("llama"), **options), prompts, sampling))
+    assert inside == plain
+
+
+def test_the_first_generate_of_params_may_come_while_another_function_is_traced(no_engines):
+    prompt, options = [5, 6, 7], OPTIONS | {"warm_up": False}
+
+    def traced(x):
+        return x + support.tokens(jpaged.generate(support.tiny("llama"), prompt, support.GREEDY, **options))[0][0]
+
+    first = jax.jit(traced)(0)
+    assert support.tokens(jpaged.generate(support.tiny("llama"), prompt, support.GREEDY, **options))[0][0] == first
+
+
+def test_a_cache_that_cannot_be_made_is_told_and_stops_nothing(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="compilation_cache_dir.*cannot be made"):
+        use_compilation_cache(str(tmp_path / "file" / "x"))
+    monkeypatch.setenv("JPAGED_CACHE", str(tmp_path / "file"))
+    chosen = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        use_compilation_cache(None)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+    assert "compiled programs are not kept" in caplog.text
+
+
 def test_a_ragged_workload_compiles_nothing_after_warm_up(warm, events):
     drawn = [workloads.draw_workload(random.Random(seed).randint) for seed in range(400, 440)]
     drawn = [workload for workload in drawn if workload.shape == 0]

@@ -71,6 +71,52 @@ def test_the_synchronous_loop_gives_the_same_tokens_in_the_same_steps_of_the_dev
     assert started.count(2) == 0
 
 
+class Interrupt:
+    """Raises at a call of a function: before it, or after it has done its work and its result is lost."""
+
+    def __init__(self, function, at, after):
+        self.function, self.left, self.after = function, at, after
+
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise KeyboardInterrupt
+        result = self.function(*args, **kwargs)
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return result
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(
+    "place", ["_steps", "_make_kv_pages", "_pool.acquire", "_pool.release", "_scheduler.schedule", "_scheduler.update"]
+)
+def test_after_an_interruption_anywhere_the_engine_goes_on_with_the_right_tokens(engine, monkeypatch, place, at, after):
+    prompts = [[7] * 20, [8, 9], [11] * 5]
+    expected = support.tokens(support.serve(engine, prompts))
+    owner, name = engine, place
+    if "." in place:
+        owner, name = getattr(engine, place.split(".")[0]), place.split(".")[1]
+    if place == "_make_kv_pages":  # it is called after an error
+        monkeypatch.setattr(engine, "_kv_pages", ())
+    for prompt in prompts:
+        engine.add_request(prompt, support.GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, Interrupt(getattr(owner, name), at, after))
+        try:
+            support.finish(engine)
+        except KeyboardInterrupt:
+            pass
+    for request_id in list(engine._groups):  # as `generate` does
+        engine.abort(request_id)
+    support.assert_idle(engine)
+    assert support.tokens(support.serve(engine, prompts)) == expected
+
+
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_after_an_error_of_the_device_the_engine_goes_on_with_the_right_tokens(engine, monkeypatch, steps):
     asked = prompts(5)

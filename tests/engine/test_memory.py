@@ -46,10 +46,18 @@ def never():
 
 def test_a_gpu_gives_what_weights_and_the_largest_step_leave():
     device = Device("gpu", {"bytes_limit": 1000 * MIB, "bytes_in_use": 300 * MIB, "peak_bytes_in_use": 999 * MIB})
-    assert choose(device) == 1000 * 0.9 - 300 - 100
+    assert choose(device) == 496  # of 1000 * 0.9 - 300 - 100, in steps of 16
     assert choose(device, gpu_memory_utilization=0.5) == 100
-    assert choose(device, gpu_memory_utilization=1.0, step_bytes=0) == 700
-    assert choose(device, page_bytes=3 * MIB) == 500 // 3
+    assert choose(device, gpu_memory_utilization=1.0, step_bytes=0) == 672  # of 700, in steps of 32
+    assert choose(device, page_bytes=3 * MIB) == 496 // 3
+
+
+def test_a_little_more_or_less_free_memory_gives_the_same_pool(monkeypatch):
+    used = [300 * MIB, 302 * MIB, 304 * MIB]
+    assert {choose(Device("gpu", {"bytes_limit": 1000 * MIB, "bytes_in_use": one})) for one in used} == {496}
+    for available in (4200 * MIB, 6000 * MIB, 8100 * MIB):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        assert choose(Device("cpu")) == 1024
 
 
 @pytest.mark.parametrize("statistics", [None, {}, {"bytes_in_use": 5}])
@@ -68,9 +76,9 @@ def test_a_gpu_that_is_full_is_told_with_the_numbers(utilization, in_use):
 
 
 def test_a_cpu_gives_a_share_of_the_free_ram(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=400 * MIB, total=10**12))
-    assert choose(Device("cpu")) == 400 * CPU_SHARE
-    with pytest.raises(ValueError, match=f"at least two pages of {300 * MIB} bytes.*{100 * MIB} bytes"):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=512 * MIB, total=10**12))
+    assert choose(Device("cpu")) == 512 * CPU_SHARE
+    with pytest.raises(ValueError, match=f"at least two pages of {300 * MIB} bytes.*{128 * MIB} bytes"):
         choose(Device("cpu"), page_bytes=300 * MIB)
 
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from jpaged.host.sampling_params import MAX_N, SamplingParams
@@ -110,3 +111,17 @@ def test_equal_parameters_are_one_key():
 def test_parameters_cannot_be_changed():
     with pytest.raises(AttributeError):
         SamplingParams().n = 2
+
+
+def test_numbers_of_numpy_are_taken_as_numbers():
+    sampling = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0.5), top_p=np.float32(0.25), top_k=np.uint8(7)
+    )
+    assert sampling == SamplingParams(max_tokens=3, temperature=0.5, top_p=0.25, top_k=7)
+    assert type(sampling.max_tokens) is int and type(sampling.temperature) is float
+
+
+def test_a_whole_number_beyond_all_floats_is_a_number_like_any_other():
+    assert SamplingParams(temperature=10**400).temperature == 10**400
+    with pytest.raises(ValueError, match="min_p must be from 0"):
+        SamplingParams(min_p=10**400)
