@@ -152,6 +152,8 @@ class Engine:
             self._steps.warm_up(max((os.cpu_count() or 1) - (config.warm_up == "background"), 1))
         if config.warm_up is True:
             self._steps.wait_until_warm()
+            with own_settings():
+                self._kv_pages = self._steps.run_each_once(self.weights, self._kv_pages)
         self.warm_up_seconds = time.perf_counter() - began
         self.warm_up_compiles = self._compile_counter.compiles - compiles
         self.stats = EngineStats()

@@ -28,8 +28,8 @@ class EngineConfig:
     num_pages: the KV cache's size instead, in pages; one of them, the null page, only takes the writes of padding.
     dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
-    warm_up: compile every shape when the engine is built (True), in threads while it serves already, those that a
-        request waits for first ("background"), or each when it is first met (False).
+    warm_up: compile and try every shape when the engine is built (True); compile them in threads while it serves, those
+        that a request waits for first ("background"); or compile each when it is first met (False).
     late_compile: whether a compilation after warm-up is allowed, or an error.
     compilation_cache_dir: where compiled programs are kept between runs. None: where JAX is set to keep them, else in
         jpaged's cache folder; "": leave JAX's setting as it is.

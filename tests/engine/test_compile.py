@@ -53,6 +53,20 @@ def warm():
     )
 
 
+def test_warm_up_runs_every_program_and_writes_to_the_null_page_alone(monkeypatch):
+    ran = []
+    run = CompiledSteps.run_each_once
+
+    def watched(self, weights, kv_pages):
+        ran.extend(self._programs)
+        return run(self, weights, kv_pages)
+
+    monkeypatch.setattr(CompiledSteps, "run_each_once", watched)
+    engine = support.build(support.tiny("llama"), warm_up=True, max_num_seqs=1, max_num_batched_tokens=16)
+    assert sorted(ran) == sorted(engine._buckets.all_shapes())
+    assert not any(pages[1:].any() for pages in jax.tree.leaves(engine._kv_pages))
+
+
 def test_a_warm_up_in_the_background_compiles_what_a_request_waits_for_first(monkeypatch):
     started, hold = [], threading.Event()
     compile_now = CompiledSteps._compile
