@@ -50,7 +50,9 @@ def generate(
     Raises ValueError for bad input, before anything is generated.
     """
     prompt_list = as_prompts(prompts)
-    if not prompt_list:
+    if not prompt_list:  # an engine is not built for nothing, but what was given is checked all the same
+        check_params(params)
+        EngineConfig.from_options(options)
         return []
     with _lock:
         engine = _engine_for(params, options)

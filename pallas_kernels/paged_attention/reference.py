@@ -58,8 +58,8 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
         start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
         begin = 0 if sliding_window is None else first.min() // tokens
         _, total, out = lax.fori_loop(begin, -(-lens.max() // tokens), turn, start)
-        # A padding row saw nothing: its weights are exp(0) on masked scores, or none at all.
-        return None, jnp.where((lens > 0)[:, None, None, None], out / jnp.maximum(total, 1e-37)[..., None], 0)
+        # A padding row saw nothing: all its values were masked to 0, and its total may be 0 too.
+        return None, out / jnp.maximum(total, 1e-37)[..., None]
 
     groups = padded // rows
     _, out = lax.scan(
