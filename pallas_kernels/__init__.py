@@ -4,10 +4,19 @@ Layout of a pool: `k_pages` and `v_pages` are `[num_pages, num_kv_heads, page_si
 head is one contiguous tile. `block_tables[row, i]` is the page that holds tokens `i * page_size ...` of a row. Page 0
 is never a row's own: padding points to it.
 
-Every kernel takes `implementation=None | "mosaic_gpu" | "triton" | "xla"`. None picks the best that can serve the
-inputs; a named one serves them or raises `NotImplementedError`.
+Every kernel takes `implementation`: None picks the best that can serve the call on the device it is traced for, a named
+one serves it or raises `NotImplementedError`.
+
+- "mosaic_gpu": for Hopper GPUs; loads pages asynchronously, runs on the tensor cores.
+- "triton": for Ampere GPUs and newer, through Pallas' Triton lowering.
+- "jax_triton": the decode kernel once more, as a kernel of Triton itself; needs the `jax-triton` package, and its name.
+- "xla": plain JAX on any device. It defines what the others mean.
+
+`interpret=True` runs a GPU kernel on a CPU, slowly, for tests. Page ids and lengths are checked where they are NumPy
+arrays, and under `jax.experimental.checkify.checkify` on the device; otherwise they are trusted.
 """
 
+from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.implementation import IMPLEMENTATIONS, default_implementation
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
@@ -15,6 +24,7 @@ from pallas_kernels.write_kv import write_kv
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "copy_pages",
     "default_implementation",
     "paged_attention",
     "ragged_paged_attention",

@@ -13,13 +13,28 @@ TOKENS = 96
 MASKED = -1e30  # finite: a row of only masked scores must not turn into NaN
 
 
-def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, sliding_window, soft_cap):
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    context_lens,
+    *,
+    scale,
+    sliding_window,
+    soft_cap,
+    sinks,
+    k_scale,
+    v_scale,
+    split_size,
+):
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
-    pages = max(1, min(TOKENS // page_size, block_tables.shape[1]))
+    pages = max(1, min((split_size or TOKENS) // page_size, block_tables.shape[1]))
     tokens = pages * page_size
     rows = min(ROWS, num_seqs)
+    scale = by_head(scale, k_scale)
 
     # Rows are taken longest first, so that those in one group have about the same number of turns.
     order = jnp.argsort(-context_lens)
@@ -38,9 +53,9 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
             page_ids = lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)  # [rows, pages]
             at = i * tokens + jnp.arange(tokens, dtype=jnp.int32)
             seen = (at >= first[:, None]) & (at < lens[:, None])  # [rows, tokens]
-            k = gather_pages(k_pages, page_ids)  # [rows, kv, tokens, d]
+            k = gather_pages(k_pages, page_ids, q.dtype)  # [rows, kv, tokens, d]
             # An unwritten slot may hold anything, NaN included, and 0 * NaN is NaN.
-            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids), 0)
+            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids, q.dtype), 0)
             scores = jnp.einsum("rktd,rkgd->rktg", k, q.astype(k.dtype), preferred_element_type=jnp.float32)
             scores = scores.transpose(0, 1, 3, 2) * scale
             if soft_cap is not None:
@@ -54,12 +69,12 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
             out = out * keep[..., None] + new
             return new_top, total, out
 
-        shape = q.shape[:3]
-        start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
+        top, total = before_first(sinks, q.shape[:3], (num_kv_heads, group))
+        start = (top, total, jnp.zeros(q.shape, jnp.float32))
         begin = 0 if sliding_window is None else first.min() // tokens
         _, total, out = lax.fori_loop(begin, -(-lens.max() // tokens), turn, start)
         # A padding row saw nothing: all its values were masked to 0, and its total may be 0 too.
-        return None, out / jnp.maximum(total, 1e-37)[..., None]
+        return None, out / jnp.maximum(total, 1e-37)[..., None] * by_head(1, v_scale)
 
     groups = padded // rows
     _, out = lax.scan(
@@ -75,8 +90,26 @@ def paged_attention(q, k_pages, v_pages, block_tables, context_lens, *, scale, s
     return out[jnp.argsort(order)]
 
 
-def gather_pages(pages, page_ids):
-    """The tokens of some pages, by head: [..., num_kv_heads, pages * page_size, head_dim]."""
+def by_head(factor, scale):
+    """`factor` times a scale a KV head, to be multiplied with `[num_kv_heads, ., .]`; without one, `factor`."""
+    return factor if scale is None else factor * scale[:, None, None]
+
+
+def before_first(sinks, shape, heads):
+    """The largest score and the sum of weights, of `shape`, before any token is read: those of the sinks, if there are.
+
+    `heads`, (num_kv_heads, group), are the last two axes of `shape` or can be broadcast to them.
+    """
+    if sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return jnp.broadcast_to(sinks.reshape(heads), shape), jnp.ones(shape, jnp.float32)
+
+
+def gather_pages(pages, page_ids, dtype):
+    """The tokens of some pages, by head: [..., num_kv_heads, pages * page_size, head_dim].
+
+    They keep the pool's dtype, or have `dtype` if that is of eight bits, for which products are not made.
+    """
     num_kv_heads, page_size, head_dim = pages.shape[1:]
     heads = jnp.arange(num_kv_heads, dtype=page_ids.dtype)[:, None]
     # One row to copy for each page and head, so that the heads come out in front without a transposition; the barrier
@@ -84,4 +117,6 @@ def gather_pages(pages, page_ids):
     rows = pages.reshape(-1, page_size * head_dim)
     gathered = rows.at[page_ids[..., None, :] * num_kv_heads + heads].get(mode="promise_in_bounds")
     gathered = lax.optimization_barrier(gathered)
+    if pages.dtype.itemsize == 1:
+        gathered = gathered.astype(dtype)
     return gathered.reshape(*page_ids.shape[:-1], num_kv_heads, -1, head_dim)

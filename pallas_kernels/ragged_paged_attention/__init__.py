@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int32
+from typing import Any
 
-from pallas_kernels.implementation import check_pool, check_scores, resolve_implementation
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from pallas_kernels.block_sizes import block_sizes
+from pallas_kernels.checks import check_attention, check_query_starts
+from pallas_kernels.implementation import choose
 from pallas_kernels.ragged_paged_attention import reference
 
 
 def ragged_paged_attention(
     q: Float[Array, "num_tokens num_q_heads head_dim"],
-    k_pages: Float[Array, "num_pages num_kv_heads page_size head_dim"],
-    v_pages: Float[Array, "num_pages num_kv_heads page_size head_dim"],
+    k_pages: Shaped[Array, "num_pages num_kv_heads page_size head_dim"],
+    v_pages: Shaped[Array, "num_pages num_kv_heads page_size head_dim"],
     block_tables: Int32[Array, "num_seqs pages_per_seq"],
     context_lens: Int32[Array, " num_seqs"],
     query_starts: Int32[Array, " num_seqs_plus_1"],
@@ -19,7 +24,11 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " num_q_heads"] | None = None,
+    k_scale: Float[Array, " num_kv_heads"] | None = None,
+    v_scale: Float[Array, " num_kv_heads"] | None = None,
     implementation: str | None = None,
+    interpret: Any = False,
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """Causal attention of packed queries: row r owns `q[query_starts[r]:query_starts[r + 1]]`, its last tokens.
 
@@ -28,26 +37,36 @@ def ragged_paged_attention(
     `paged_attention`. Tokens at and after `query_starts[-1]` are padding, whose results mean nothing; a row may have no
     queries.
 
-    Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that cannot serve them.
+    Raises ValueError for arguments that do not fit, NotImplementedError for an implementation that cannot serve them.
     Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180); FlashAttention-2's order of loops, Dao 2023
     (arXiv:2307.08691).
     """
-    check_pool(q, k_pages, v_pages, block_tables, context_lens)
-    check_scores(sliding_window, soft_cap)
-    if query_starts.shape != (block_tables.shape[0] + 1,) or query_starts.dtype != "int32":
-        raise ValueError(
-            f"query_starts must be int32 [{block_tables.shape[0] + 1}] (num_seqs + 1), "
-            f"got {query_starts.dtype} {query_starts.shape}"
-        )
-    resolve_implementation("ragged_paged_attention", implementation)
-    return reference.ragged_paged_attention(
+    check_attention(
         q,
         k_pages,
         v_pages,
         block_tables,
         context_lens,
-        query_starts,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    check_query_starts(query_starts, q.shape[0], block_tables.shape[0])
+    options: dict[str, Any] = dict(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+    name, module, target = choose("ragged_paged_attention", implementation, interpret, q, k_pages, block_tables)
+    arrays = [jnp.asarray(x) for x in (q, k_pages, v_pages, block_tables, context_lens, query_starts)]
+    if module is None:
+        return reference.ragged_paged_attention(*arrays, **options)
+    blocks = block_sizes(
+        "ragged_paged_attention", name, target, head_dim=q.shape[2], kv_bits=8 * k_pages.dtype.itemsize
+    )
+    return module.ragged_paged_attention(*arrays, **options, interpret=interpret, **blocks)

@@ -12,7 +12,19 @@ TOKENS = 128  # tokens of its context read in one turn
 
 
 def ragged_paged_attention(
-    q, k_pages, v_pages, block_tables, context_lens, query_starts, *, scale, sliding_window, soft_cap
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    context_lens,
+    query_starts,
+    *,
+    scale,
+    sliding_window,
+    soft_cap,
+    sinks,
+    k_scale,
+    v_scale,
 ):
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs = block_tables.shape[0]
@@ -35,10 +47,16 @@ def ragged_paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        split_size=None,
     )
     # One array holds the queries still to be served and the results of those served: no second one to fill and copy.
     q = q.at[jnp.where(single, last, num_tokens)].set(single_out, mode="drop")
 
+    scale = decode.by_head(scale, k_scale)
+    scale = scale if k_scale is None else scale[..., None]  # [num_kv_heads, 1, 1, 1]
     # The others are cut into blocks: block i is the (i - ends[row - 1])th of its row.
     ends = jnp.cumsum(jnp.where(single, 0, -(-query_lens // queries)))
     tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % pages)])
@@ -62,8 +80,10 @@ def ragged_paged_attention(
             top, total, acc = carry
             page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
             at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
-            k = decode.gather_pages(k_pages, page_ids)  # [kv, tokens, d]
-            v = jnp.where(((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids), 0)
+            k = decode.gather_pages(k_pages, page_ids, q.dtype)  # [kv, tokens, d]
+            v = jnp.where(
+                ((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids, q.dtype), 0
+            )
             scores = jnp.einsum("kqd,ktd->kqt", block, k.astype(block.dtype), preferred_element_type=jnp.float32)
             scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
             if soft_cap is not None:
@@ -81,13 +101,13 @@ def ragged_paged_attention(
             return new_top, total, acc * keep[..., None] + new.reshape(acc.shape)
 
         shape = (num_kv_heads, queries, group)
-        start = (
-            jnp.full(shape, decode.MASKED, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, head_dim), jnp.float32),
-        )
+        top, total = decode.before_first(sinks, shape, (num_kv_heads, 1, group))
+        start = (top, total, jnp.zeros((*shape, head_dim), jnp.float32))
         _, total, acc = lax.fori_loop(first_seen // tokens, -(-end // tokens), turn, start)
-        result = (acc / jnp.maximum(total, 1e-37)[..., None]).transpose(1, 0, 2, 3)
+        result = acc / jnp.maximum(total, 1e-37)[..., None]
+        if v_scale is not None:
+            result *= v_scale[:, None, None, None]
+        result = result.transpose(1, 0, 2, 3)
         result = result.reshape(queries, num_q_heads, head_dim).astype(q.dtype)
         mine = ((index >= skip) & (index < stop))[:, None, None]
         return lax.dynamic_update_slice_in_dim(q, jnp.where(mine, result, old), begin, 0)

@@ -15,10 +15,20 @@ import numpy as np
 import oracle
 
 SCALE = 0.3  # not the usual head_dim ** -0.5, so that a kernel which ignores its argument is found out
-TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
-# Of the sum of weights times |v|. In bfloat16 the weights and the result are each rounded to 8 bits; where only the
-# pool is bfloat16, so are the queries (a score of size 5 is then off by 0.01).
-BOUNDS = {("f32", "f32"): 5e-6, ("bf16", "bf16"): 2**-7, ("f32", "bf16"): 2**-6}
+TYPES = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
+EIGHT_BITS = ("e4m3", "e5m2", "int8")
+# Of the sum of weights times |v|, by the types of q and of the pool. In bfloat16 the weights and the result are each
+# rounded to 8 bits; where only the pool is bfloat16, so are the queries (a score of size 5 is then off by 0.01). A pool
+# of eight bits is exact in the type of q, and the oracle is given what the pool holds.
+BOUNDS = {("f32", "f32"): 5e-6, ("bf16", "bf16"): 2**-7, ("f32", "bf16"): 2**-6, ("f16", "f16"): 2**-10}
+BOUNDS |= {("bf16", kind): 2**-7 for kind in EIGHT_BITS} | {("f32", kind): 5e-6 for kind in EIGHT_BITS}
 
 
 @dataclass(frozen=True)
@@ -37,12 +47,26 @@ class Case:
     kv_type: str = "f32"
     shared_pages: int = 0  # leading pages that all rows with as many tokens share
     free_before_window: bool = False  # pages that no query sees are gone, their places in the table point to page 0
+    sinks: bool = False
     padding_tokens: int = 0
     padding_pages: int = 1  # columns of the block table that no row uses
 
     @property
     def options(self) -> dict:
+        """The keyword arguments that are no arrays."""
         return {"scale": SCALE, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
+    @property
+    def head_arrays(self) -> dict[str, np.ndarray]:
+        """The keyword arguments that are arrays with a number a head. A pool of eight bits has scales."""
+        arrays = {}
+        if self.sinks:
+            arrays["sinks"] = np.linspace(-1, 4, self.num_kv_heads * self.group, dtype=np.float32)
+        if self.kv_type in EIGHT_BITS:
+            unit = 0.03 if self.kv_type == "int8" else 0.7
+            arrays["k_scale"] = np.linspace(unit, 1.5 * unit, self.num_kv_heads, dtype=np.float32)
+            arrays["v_scale"] = np.linspace(2 * unit, unit, self.num_kv_heads, dtype=np.float32)
+        return arrays
 
 
 class Inputs(NamedTuple):
@@ -81,6 +105,11 @@ DECODE_CASES = [
     decode_case("shared pages", 40, 33, 16, 130, 32, 47, 2, shared_pages=2),
     decode_case("bfloat16", *LENS[:9], q_type="bf16", kv_type="bf16", head_dim=64),
     decode_case("bfloat16 pool", *LENS[:9], kv_type="bf16", head_dim=64),
+    decode_case("float16", *LENS[:9], q_type="f16", kv_type="f16", head_dim=64),
+    *(decode_case(f"{kind} pool", *LENS[:9], q_type="bf16", kv_type=kind, head_dim=64) for kind in EIGHT_BITS),
+    decode_case("e4m3 pool, float32 queries", *LENS[:9], kv_type="e4m3", head_dim=64),
+    decode_case("sinks", *LENS[:9], sinks=True),
+    decode_case("sinks, soft cap and window", *LENS[:9], sinks=True, soft_cap=1.5, sliding_window=5),
 ]
 
 MIXED = ((50, 1), (40, 13), (7, 1), (17, 17), (5, 0), (130, 1), (129, 2), (0, 0), (21, 5), (1, 1), (16, 16))
@@ -126,20 +155,29 @@ RAGGED_CASES = [
     Case("shared pages", ((40, 8), (33, 1), (130, 9), (32, 0), (47, 15), (2, 2)), shared_pages=2),
     Case("bfloat16", MIXED, q_type="bf16", kv_type="bf16", head_dim=64),
     Case("bfloat16 pool", MIXED, kv_type="bf16", head_dim=64),
+    Case("float16", MIXED, q_type="f16", kv_type="f16", head_dim=64),
+    *(Case(f"{kind} pool", MIXED, q_type="bf16", kv_type=kind, head_dim=64) for kind in EIGHT_BITS),
+    Case("e4m3 pool, float32 queries", MIXED, kv_type="e4m3", head_dim=64),
+    Case("sinks", MIXED, sinks=True),
+    Case("sinks, soft cap and window", MIXED, sinks=True, soft_cap=1.5, sliding_window=5),
 ]
 
 
 @cache
 def contexts(case: Case) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """The queries [num_tokens, ...], and each row's keys and values [context, num_kv_heads, head_dim]."""
+    """The queries [num_tokens, ...], and each row's keys and values [context, num_kv_heads, head_dim], as stored."""
     rng = np.random.default_rng(len(case.name))
+    scales = case.head_arrays
 
-    def normal(tokens: int, heads: int, kind: str) -> np.ndarray:
-        return rng.standard_normal((tokens, heads, case.head_dim)).astype(TYPES[kind])
+    def normal(tokens: int, heads: int, kind: str, scale: np.ndarray | None = None) -> np.ndarray:
+        numbers = rng.standard_normal((tokens, heads, case.head_dim))
+        if scale is not None:
+            numbers /= scale[:, None]
+        return (numbers.round() if kind == "int8" else numbers).astype(TYPES[kind])
 
     q = normal(sum(n for _, n in case.rows) + case.padding_tokens, case.num_kv_heads * case.group, case.q_type)
-    keys = [normal(length, case.num_kv_heads, case.kv_type) for length, _ in case.rows]
-    values = [normal(length, case.num_kv_heads, case.kv_type) for length, _ in case.rows]
+    keys = [normal(length, case.num_kv_heads, case.kv_type, scales.get("k_scale")) for length, _ in case.rows]
+    values = [normal(length, case.num_kv_heads, case.kv_type, scales.get("v_scale")) for length, _ in case.rows]
     shared = case.shared_pages * case.page_size
     if shared:
         first = next(i for i, (length, _) in enumerate(case.rows) if length >= shared)
@@ -159,7 +197,9 @@ def make_inputs(case: Case) -> Inputs:
     num_pages = counts.sum() + 4
     free = list(1 + np.random.default_rng(1).permutation(num_pages - 1))
     shape = (num_pages, case.num_kv_heads, case.page_size, case.head_dim)
-    k_pages, v_pages = (np.full(shape, np.nan, TYPES[case.kv_type]) for _ in range(2))
+    # The poison of whole numbers, which have no NaN, is the largest.
+    poison = 127 if case.kv_type == "int8" else np.nan
+    k_pages, v_pages = (np.full(shape, poison, TYPES[case.kv_type]) for _ in range(2))
     block_tables = np.zeros((len(lens), pages_per_seq), np.int32)
     shared_ids: list[int] = []
     for row, (length, queries) in enumerate(case.rows):
@@ -182,8 +222,16 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """What `oracle.attention` says for every token that is not padding."""
     q, keys, values = contexts(case)
     starts = make_inputs(case).query_starts
+    arrays = case.head_arrays
+    options = case.options | {"sinks": arrays.get("sinks")}
+
+    def meant(stored: np.ndarray, scale: str) -> np.ndarray:
+        return stored.astype(np.float64) * arrays[scale][:, None] if scale in arrays else stored
+
     rows = [
-        oracle.attention(q[a:b], k, v, **case.options) for a, b, k, v in zip(starts, starts[1:], keys, values) if b > a
+        oracle.attention(q[a:b], meant(k, "k_scale"), meant(v, "v_scale"), **options)
+        for a, b, k, v in zip(starts, starts[1:], keys, values)
+        if b > a
     ]
     if not rows:
         return (np.zeros((0, *q.shape[1:])),) * 2
@@ -201,7 +249,7 @@ def unchanged(arguments: dict) -> dict:
 
 def call(kernel, case: Case, arrays: dict, change) -> np.ndarray:
     """The kernel's results for the case, or for arguments of which some were changed: a planted bug."""
-    arguments = arrays | case.options
+    arguments = arrays | case.head_arrays | case.options
     arguments |= change(arguments)
     options = {name: arguments.pop(name) for name in case.options}
     return np.asarray(jitted(kernel, **options)(**arguments))
@@ -242,6 +290,6 @@ def caught(check, kernel, cases: list[Case], change=unchanged) -> bool:
 def assert_close(out: np.ndarray, case: Case) -> None:
     wanted, magnitude = expected(case)
     assert np.isfinite(out).all(), f"{case.name}: {np.count_nonzero(~np.isfinite(out))} results are not finite"
-    worst = np.max(np.abs(out - wanted) / magnitude, initial=0)
+    worst = np.max(np.abs(out - wanted) / np.maximum(magnitude, 1e-9), initial=0)
     bound = BOUNDS[case.q_type, case.kv_type]
     assert worst <= bound, f"{case.name}: off by {worst:.2g} of the size of the values, allowed is {bound:.2g}"

@@ -7,9 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-IMPLEMENTATIONS = ["xla"]
+# As keyword arguments of a kernel. Mosaic kernels have cases of their own: their interpreter takes seconds for each.
+IMPLEMENTATIONS = [{"implementation": "xla"}, {"implementation": "triton", "interpret": True}]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request) -> str:
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda options: options["implementation"])
+def implementation(request) -> dict:
     return request.param

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def attention(q, k, v, *, scale, sliding_window=None, soft_cap=None) -> tuple[np.ndarray, np.ndarray]:
+def attention(q, k, v, *, scale, sliding_window=None, soft_cap=None, sinks=None) -> tuple[np.ndarray, np.ndarray]:
     """The results for the queries of one row, and the sum of their weights times |v|, the measure of rounding errors.
 
     q: [queries, num_q_heads, head_dim], the last of the row's tokens. k, v: [tokens, num_kv_heads, head_dim], all of
@@ -21,8 +21,10 @@ def attention(q, k, v, *, scale, sliding_window=None, soft_cap=None) -> tuple[np
             scores = k[begin:end, head // group] @ q[i, head] * scale
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
+            sink = -np.inf if sinks is None else float(sinks[head])  # a score without a value
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            weights /= weights.sum() + np.exp(sink - top)
             out[i, head] = weights @ v[begin:end, head // group]
             magnitude[i, head] = weights @ np.abs(v[begin:end, head // group])
     return out, magnitude

@@ -16,13 +16,13 @@ SMALL = decode_case("small", 17, 33, 5, 40)
 
 @pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
 def test_each_row_attends_to_its_own_context(case: Case, implementation):
-    check_decode(partial(paged_attention, implementation=implementation), case)
+    check_decode(partial(paged_attention, **implementation), case)
 
 
 def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(implementation):
     q, *rest, _ = make_inputs(SMALL)
     k_pages, v_pages, tables, lens = rest
-    kernel = jitted(partial(paged_attention, implementation=implementation), **SMALL.options)
+    kernel = jitted(partial(paged_attention, **implementation), **SMALL.options)
     order = np.array([2, 0, 3, 1])
     together = np.asarray(kernel(q, *rest))
     np.testing.assert_array_equal(kernel(q[order], k_pages, v_pages, tables[order], lens[order]), together[order])

@@ -17,7 +17,7 @@ BY_NAME = {case.name: case for case in RAGGED_CASES}
 
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda case: case.name)
 def test_each_query_attends_to_the_tokens_before_it_in_its_row(case: Case, implementation):
-    check_ragged(partial(ragged_paged_attention, implementation=implementation), case)
+    check_ragged(partial(ragged_paged_attention, **implementation), case)
 
 
 def test_the_cases_fill_whole_blocks_and_more():
@@ -30,12 +30,12 @@ def test_the_cases_fill_whole_blocks_and_more():
 def test_each_query_gets_what_the_decode_kernel_gives_at_its_position(name, implementation):
     case = BY_NAME[name]
     inputs = make_inputs(case)
-    out = jitted(partial(ragged_paged_attention, implementation=implementation), **case.options)(*inputs)
+    out = jitted(partial(ragged_paged_attention, **implementation), **case.options)(*inputs)
     queries = np.diff(inputs.query_starts)
     row = np.repeat(np.arange(len(queries)), queries)
     num_tokens = len(row)
     lens = inputs.context_lens[row] - inputs.query_starts[row + 1] + np.arange(num_tokens, dtype=np.int32) + 1
-    decode = jitted(partial(paged_attention, implementation=implementation), **case.options)
+    decode = jitted(partial(paged_attention, **implementation), **case.options)
     alone = decode(inputs.q[:num_tokens], inputs.k_pages, inputs.v_pages, inputs.block_tables[row], lens)
     bound = 2**-6 if case.q_type == "bf16" else 2e-6
     np.testing.assert_allclose(
@@ -46,7 +46,7 @@ def test_each_query_gets_what_the_decode_kernel_gives_at_its_position(name, impl
 def test_the_results_do_not_depend_on_the_padding(implementation):
     case = BY_NAME["chunks that begin inside a page"]
     q, k_pages, v_pages, tables, lens, starts = make_inputs(case)
-    kernel = jitted(partial(ragged_paged_attention, implementation=implementation), **case.options)
+    kernel = jitted(partial(ragged_paged_attention, **implementation), **case.options)
     num_tokens = starts[-1]
     out = kernel(q, k_pages, v_pages, tables, lens, starts)
     padded = kernel(

@@ -38,17 +38,49 @@ def written(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray
 )
 def test_values_land_in_their_slots_converted_and_nothing_else_changes(pool_type, new_type, implementation):
     k_pages, v_pages, k, v = arrays(pool_type, new_type)
-    out_k, out_v = jax.jit(partial(write_kv, implementation=implementation))(k_pages, v_pages, k, v, SLOTS)
+    out_k, out_v = jax.jit(partial(write_kv, **implementation))(k_pages, v_pages, k, v, SLOTS)
     assert out_k.dtype == out_v.dtype == pool_type
     np.testing.assert_array_equal(out_k, written(k_pages, k, SLOTS))
     np.testing.assert_array_equal(out_v, written(v_pages, v, SLOTS))
+
+
+@pytest.mark.parametrize("pool_type", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("new_type", [np.float32, jnp.bfloat16])
+def test_eight_bits_hold_the_nearest_multiple_of_the_scale_and_at_most_the_largest(pool_type, new_type, implementation):
+    """Against every number that the pool can hold, on both sides of the middle between neighbours."""
+    numbers = np.arange(256, dtype=np.uint8).view(pool_type).astype(np.float64)
+    numbers = np.unique(numbers[np.isfinite(numbers) & (np.abs(numbers) < 128.5 if pool_type == jnp.int8 else True)])
+    if pool_type == jnp.int8:
+        numbers = numbers[numbers > -128]  # scales are symmetric
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    wanted = np.concatenate([numbers, middles * (1 - 2**-6), middles * (1 + 2**-6), [1e6, -1e6, 0]])
+    k_scale = np.array([0.5, 1, 4], np.float32)  # powers of two: the division is exact
+    slots = np.arange(4, NUM_PAGES * PAGE_SIZE, dtype=np.int32)
+    values = np.zeros(len(slots) * HEADS * HEAD_DIM)
+    values[: len(wanted)] = wanted
+    values = values.reshape(len(slots), HEADS, HEAD_DIM)
+    new = (values * k_scale[:, None]).astype(new_type)
+    pools = [np.zeros(SHAPE, pool_type)] * 2
+    write = jax.jit(partial(write_kv, **implementation))
+    out_k, out_v = write(*pools, new, new[::-1], slots, k_scale=k_scale, v_scale=2 * k_scale)
+
+    def nearest(values):
+        clipped = np.clip(values, numbers[0], numbers[-1])
+        return np.abs(clipped[..., None] - numbers).min(-1), clipped
+
+    def stored(pages):
+        return np.asarray(pages).astype(np.float64).transpose(0, 2, 1, 3).reshape(-1, HEADS, HEAD_DIM)[4:]
+
+    for pages, scale, rows in ((out_k, k_scale, new), (out_v, 2 * k_scale, new[::-1])):
+        distance, clipped = nearest(rows.astype(np.float64) / scale[:, None])
+        np.testing.assert_array_equal(np.abs(stored(pages) - clipped), distance)
 
 
 def test_padding_that_falls_on_the_same_slots_of_page_0_harms_no_other_page(implementation):
     slots = np.array([0, 9, 0, 0, 30, 0, 1, 0], np.int32)
     k_pages, v_pages, k, v = arrays()
     k[slots < PAGE_SIZE], v[slots < PAGE_SIZE] = np.nan, np.nan
-    out_k, out_v = jax.jit(partial(write_kv, implementation=implementation))(k_pages, v_pages, k, v, slots)
+    out_k, out_v = jax.jit(partial(write_kv, **implementation))(k_pages, v_pages, k, v, slots)
     np.testing.assert_array_equal(out_k[1:], written(k_pages, k, slots)[1:])
     np.testing.assert_array_equal(out_v[1:], written(v_pages, v, slots)[1:])
 
@@ -56,7 +88,7 @@ def test_padding_that_falls_on_the_same_slots_of_page_0_harms_no_other_page(impl
 def compiled(implementation, donate: bool):
     pool = jax.ShapeDtypeStruct((4096, HEADS, 16, 64), jnp.float32)
     new = jax.ShapeDtypeStruct((32, HEADS, 64), jnp.float32)
-    write = jax.jit(partial(write_kv, implementation=implementation), donate_argnums=(0, 1) if donate else ())
+    write = jax.jit(partial(write_kv, **implementation), donate_argnums=(0, 1) if donate else ())
     memory = write.lower(pool, pool, new, new, jax.ShapeDtypeStruct((32,), jnp.int32)).compile().memory_analysis()
     return memory, 2 * pool.size * pool.dtype.itemsize
 
@@ -67,9 +99,7 @@ def test_donated_pools_are_written_where_they_lie(implementation):
     assert memory.temp_size_in_bytes < pool_bytes / 100
     k_pages, v_pages, k, v = (jnp.asarray(x) for x in arrays())
     where = [pages.unsafe_buffer_pointer() for pages in (k_pages, v_pages)]
-    out = jax.jit(partial(write_kv, implementation=implementation), donate_argnums=(0, 1))(
-        k_pages, v_pages, k, v, SLOTS
-    )
+    out = jax.jit(partial(write_kv, **implementation), donate_argnums=(0, 1))(k_pages, v_pages, k, v, SLOTS)
     assert [pages.unsafe_buffer_pointer() for pages in out] == where
 
 
