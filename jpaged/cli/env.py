@@ -35,8 +35,6 @@ def collect() -> dict[str, Any]:
     """The facts, as plain JSON."""
     import jax
 
-    import pallas_kernels
-
     return {
         "jpaged": __version__,
         "python": platform.python_version(),
@@ -46,10 +44,23 @@ def collect() -> dict[str, Any]:
         "devices": [describe(device) for device in jax.devices()],
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "host_memory_bytes": host_memory(),
-        "kernel_implementation": pallas_kernels.default_implementation(),
+        "kernel_implementation": attention_kernel(),
         "cache": str(cache_dir()),
         "small_model_fetched": is_fetched(),
     }
+
+
+def attention_kernel() -> str:
+    """The kernel that serves a usual model (bfloat16, head_dim 128) on the default device."""
+    import jax
+
+    from pallas_kernels import default_implementation
+
+    q, pages, tables = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((1, 8, 128), "bfloat16"), ((2, 8, 16, 128), "bfloat16"), ((1, 1), "int32"))
+    )
+    return default_implementation("paged_attention", q, pages, tables)
 
 
 def version(package: str) -> str | None:

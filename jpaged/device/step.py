@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,47 +11,80 @@ from jaxtyping import Array, Float, Int32
 
 from jpaged.device.kv_pages import KVPages
 from jpaged.device.sampler import sample
+from jpaged.device.sharding import over_heads, replicated
 from jpaged.host.batch import Batch
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import decode, logits
+from jpaged.models.decoder import Attend, decode, logits
 from pallas_kernels import paged_attention, ragged_paged_attention, write_kv
 
 
-def attend_paged(config: ModelConfig, q, k, v, cache, batch: Batch):
-    """Write the new keys and values into their slots, then attend to the pages. `cache` is one layer's pair."""
-    k_pages, v_pages = write_kv(cache[0], cache[1], k, v, batch.slot_mapping)
-    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window}
-    if batch.query_starts is None:
-        out = paged_attention(q, k_pages, v_pages, batch.block_tables, batch.context_lens, **options)
-    else:
-        out = ragged_paged_attention(
-            q, k_pages, v_pages, batch.block_tables, batch.context_lens, batch.query_starts, **options
+class Kernels(NamedTuple):
+    """Which kernels a step runs: see `pallas_kernels`."""
+
+    implementation: str | None = None
+    interpret: bool = False
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        return self._asdict()
+
+    @property
+    def write(self) -> dict[str, Any]:
+        # There is no Mosaic kernel for writing: it would have nothing to gain.
+        return self._asdict() | {
+            "implementation": self.implementation and self.implementation.replace("mosaic_gpu", "triton")
+        }
+
+
+BEST = Kernels()
+
+
+@cache  # one function for one choice: layers are traced once for each function
+def attend_through(kernels: Kernels) -> Attend:
+    """The `attend` of paged generation."""
+
+    def attend_paged(config: ModelConfig, q, k, v, cache, batch: Batch):
+        """Write the new keys and values into their slots, then attend to the pages. `cache` is one layer's pair."""
+
+        def local(q, k, v, cache, tables, lens, slots, starts):
+            k_pages, v_pages = write_kv(*cache, k, v, slots, **kernels.write)
+            options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels.attention}
+            if starts is None:
+                out = paged_attention(q, k_pages, v_pages, tables, lens, **options)
+            else:
+                out = ragged_paged_attention(q, k_pages, v_pages, tables, lens, starts, **options)
+            return out, (k_pages, v_pages)
+
+        return over_heads(local)(
+            (q, k, v, cache), (batch.block_tables, batch.context_lens, batch.slot_mapping, batch.query_starts)
         )
-    return out, (k_pages, v_pages)
+
+    return attend_paged
 
 
 def next_logits(
-    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch
+    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
 ) -> tuple[KVPages, Float[Array, "num_seqs vocab"]]:
     """The pool with the batch's tokens written, and the logits after the last token of each row."""
     hidden, kv_pages = decode(
-        weights, config, batch.token_ids, batch.positions, batch.rope_lens, attend_paged, kv_pages, batch
+        weights, config, batch.token_ids, batch.positions, batch.rope_lens, attend_through(kernels), kv_pages, batch
     )
     if batch.query_starts is not None:
         hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-    return kv_pages, logits(weights, hidden)
+    # Every device samples for itself: it needs the scores of the whole vocabulary.
+    return kv_pages, replicated(logits(weights, hidden))
 
 
 def step(
-    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch
+    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
 ) -> tuple[KVPages, Int32[Array, " num_seqs"], Float[Array, " num_seqs"]]:
     """The pool, one token a row, its log-probability. Of a row whose tokens are not all computed yet, the token means
     nothing."""
-    kv_pages, scores = next_logits(config, weights, kv_pages, batch)
+    kv_pages, scores = next_logits(config, weights, kv_pages, batch, kernels)
     with jax.named_scope("sample"):
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
         token_ids, logprobs = sample(scores, batch.sampling, batch.context_lens)
     return kv_pages, token_ids, logprobs
 
 
-jitted_step = jax.jit(step, static_argnums=0, donate_argnums=2)
+jitted_step = jax.jit(step, static_argnums=(0, 4), donate_argnums=2)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jpaged.device.kv_pages import kv_pages_like
-from jpaged.device.step import jitted_step
+from jpaged.device.step import BEST, Kernels, jitted_step
 from jpaged.host.batch import Batch, Buckets, SamplingBatch
 from jpaged.host.cache import cache_dir
 from jpaged.host.sampling_params import MAX_BANNED_IDS
@@ -128,7 +128,16 @@ class CompiledSteps:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Any, buckets: Buckets, *, num_pages: int, kv_dtype: Any, allow_late: bool
+        self,
+        config: ModelConfig,
+        weights: Any,
+        buckets: Buckets,
+        *,
+        num_pages: int,
+        kv_dtype: Any,
+        kernels: Kernels = BEST,
+        device: jax.Device | None = None,
+        allow_late: bool,
     ):
         self._config = config
         self._weights = jax.tree.map(
@@ -136,6 +145,8 @@ class CompiledSteps:
         )
         self._kv_pages = kv_pages_like(config, num_pages, buckets.page_size, kv_dtype)
         self._buckets = buckets
+        self._kernels = kernels
+        self._device = device  # for which kernels are chosen; None: the default one
         self._with_rope_lens = needs_rope_lens(config)
         self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
@@ -228,8 +239,9 @@ class CompiledSteps:
             jax.enable_x64(False),
             jax.numpy_rank_promotion("allow"),
             jax.default_matmul_precision(self._precision),
+            jax.default_device(self._device or jax.config.jax_default_device),
         ):
-            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch)
+            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, self._kernels)
 
     def _compile(self, shape: Shape) -> Callable:
         program = self._programs[shape] = self._lower(shape).compile()

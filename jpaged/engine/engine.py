@@ -17,6 +17,7 @@ import numpy as np
 
 from jpaged.device.kv_pages import KVPages, make_kv_pages, page_bytes
 from jpaged.device.params import Params, check_params
+from jpaged.device.step import Kernels
 from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, own_settings, use_compilation_cache
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import CompletionOutput, RequestOutput
@@ -91,6 +92,7 @@ class Engine:
         leaves = jax.tree.leaves(params.weights)
         device = next(iter(leaves[0].devices()))
         kv_dtype = config.dtype or leaves[0].dtype
+        kernels = Kernels(config.kernels, config.interpret_kernels)
         max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or 2048
         longest = config.max_model_len or model.max_position
@@ -101,7 +103,16 @@ class Engine:
 
         def step_bytes() -> int:
             buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
-            steps = CompiledSteps(model, params.weights, buckets, num_pages=2, kv_dtype=kv_dtype, allow_late=True)
+            steps = CompiledSteps(
+                model,
+                params.weights,
+                buckets,
+                num_pages=2,
+                kv_dtype=kv_dtype,
+                kernels=kernels,
+                device=device,
+                allow_late=True,
+            )
             return max(steps.temporary_bytes(shape) for shape in buckets.largest_shapes())
 
         bytes_per_page = page_bytes(model, config.page_size, kv_dtype)
@@ -132,6 +143,8 @@ class Engine:
             self._buckets,
             num_pages=num_pages,
             kv_dtype=kv_dtype,
+            kernels=kernels,
+            device=device,
             allow_late=config.late_compile == "allow",
         )
         self._with_rope_lens = needs_rope_lens(model)

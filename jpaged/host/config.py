@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("mosaic_gpu", "triton", "xla")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class EngineConfig:
     late_compile: whether a compilation after warm-up is allowed, or an error.
     compilation_cache_dir: where compiled programs are kept between runs. None: where JAX is set to keep them, else in
         jpaged's cache folder; "": leave JAX's setting as it is.
+    kernels: the kernels to run, "mosaic_gpu", "triton" or "xla" (the best that can serve the model on its device).
+    interpret_kernels: run GPU kernels on a CPU, by interpretation, for tests. Very slow.
     check_integrity: check the bookkeeping of the pages after each step. Slow.
 
     Raises ValueError naming the option, its value and what it may be.
@@ -50,6 +53,8 @@ class EngineConfig:
     warm_up: bool | Literal["background"] = "background"
     late_compile: Literal["allow", "error"] = "allow"
     compilation_cache_dir: str | None = None
+    kernels: Literal["mosaic_gpu", "triton", "xla"] | None = None
+    interpret_kernels: bool = False
     check_integrity: bool = False
 
     @classmethod
@@ -91,9 +96,13 @@ class EngineConfig:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.warm_up != "background" and not isinstance(self.warm_up, bool):
             raise ValueError(f"warm_up must be True, False or 'background', got {self.warm_up!r}")
-        for name in ("async_scheduling", "check_integrity"):
+        for name in ("async_scheduling", "interpret_kernels", "check_integrity"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.kernels not in (None, *KERNELS):
+            raise ValueError(f"kernels must be None or one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if self.interpret_kernels and self.kernels not in ("mosaic_gpu", "triton"):
+            raise ValueError(f"interpret_kernels=True needs GPU kernels to interpret, got kernels={self.kernels!r}")
         if self.late_compile not in ("allow", "error"):
             raise ValueError(f"late_compile must be 'allow' or 'error', got {self.late_compile!r}")
         if self.late_compile == "error" and not self.warm_up:
