@@ -93,3 +93,14 @@ cuda_extra() {  # the extra that fits this machine's NVIDIA driver; nothing with
     *) if [ "${driver%%.*}" -ge 580 ]; then echo cuda; else echo cuda12; fi ;;
   esac
 }
+
+oldest_requirements() {  # PYTHON: the oldest releases that pyproject.toml allows, a word each
+  "$1" - "$REPO/pyproject.toml" <<'PYTHON'
+import sys
+import tomllib
+
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+bounds = [name.replace(">=", "==") for name in project["dependencies"]]
+print(*bounds, *(name.replace("jax==", "jaxlib==") for name in bounds if name.startswith("jax==")))
+PYTHON
+}

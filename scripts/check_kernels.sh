@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Compiles every GPU kernel, and whole steps, for H200 and A100 on a machine that needs neither, with the newest JAX and the
+# oldest that pyproject.toml allows; prints a row for each and fails on a broken bound:
+#
+#   bash scripts/check_kernels.sh              everything; writes the table into docs/kernels.md
+#   bash scripts/check_kernels.sh --quick      a representative part (any arguments go to scripts/check_kernels.py)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
+
+check() {  # VENV [ARGUMENT...]: its JAX with the compiler for CUDA laid over it: no toolkit, no driver
+  local python="$1/bin/python" version overlay
+  shift
+  version="$("$python" -c 'import jax; print(jax.__version__)')"
+  overlay="$REPO/.venv-cuda/$version"
+  if [ ! -f "$overlay/complete" ]; then
+    say "Installing the CUDA compiler for JAX $version"
+    rm -rf "$overlay"
+    "$python" -m pip install -qq --disable-pip-version-check --no-deps --target "$overlay" \
+      "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" absl-py nvidia-cuda-nvcc >&2
+    touch "$overlay/complete"
+  fi
+  say "JAX $version"
+  PYTHONPATH="$overlay" "$python" "$REPO/scripts/check_kernels.py" --json "$REPO/.venv-cuda/$version.json" "$@" || failed=1
+  results+=("$REPO/.venv-cuda/$version.json")
+}
+
+failed=0
+results=()
+ensure_venv "$REPO/.venv" dev
+# shellcheck disable=SC2046  # one word a package
+ensure_venv "$REPO/.venv-oldest" dev $(oldest_requirements "$REPO/.venv/bin/python")
+check "$REPO/.venv" "$@"
+check "$REPO/.venv-oldest" "$@"
+if [ $# = 0 ] && [ "$failed" = 0 ]; then
+  "$REPO/.venv/bin/python" "$REPO/scripts/check_kernels.py" --table "$REPO/docs/kernels.md" "${results[@]}"
+fi
+exit "$failed"
