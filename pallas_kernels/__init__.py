@@ -18,6 +18,7 @@ arrays, and under `jax.experimental.checkify.checkify` on the device; otherwise 
 
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.implementation import IMPLEMENTATIONS, default_implementation
+from pallas_kernels.keep_top import keep_top
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.write_kv import write_kv
@@ -26,6 +27,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "copy_pages",
     "default_implementation",
+    "keep_top",
     "paged_attention",
     "ragged_paged_attention",
     "write_kv",

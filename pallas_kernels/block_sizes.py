@@ -18,10 +18,13 @@ def table() -> dict[str, dict[str, list[dict[str, Any]]]]:
     return tomllib.loads(files("pallas_kernels").joinpath("block_sizes.toml").read_text())
 
 
-def block_sizes(kernel: str, implementation: str, target: Target, *, head_dim: int, kv_bits: int) -> dict[str, int]:
+def block_sizes(
+    kernel: str, implementation: str, target: Target, *, head_dim: int = 0, kv_bits: int = 0
+) -> dict[str, int]:
     """The keyword arguments by which `implementation` of `kernel` is told its blocks."""
     capability = ".".join(map(str, target.capability or ()))
-    for entry in table()[kernel][implementation]:
+    # A kernel of Triton itself is the same algorithm, in the same tiles.
+    for entry in table()[kernel][implementation.removeprefix("jax_")]:
         if (
             entry.get("capability", capability) == capability
             and entry.get("device", "").lower() in target.device_kind.lower()

@@ -10,15 +10,15 @@ from pallas_kernels.target import INTERPRETED, Target, current_target
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "jax_triton", "xla")
 
-# The GPU implementations of each kernel, best first. `implementation=None` takes the first that can serve and otherwise
-# XLA, which every kernel has. Those in `NAMED_ONLY` are never taken unless they are named.
+# The GPU implementations of each kernel, best first. `implementation=None` takes the first that can serve and is not
+# only for who names it, and otherwise XLA, which every kernel has.
 AVAILABLE: dict[str, tuple[str, ...]] = {
     "paged_attention": ("mosaic_gpu", "triton", "jax_triton"),
     "ragged_paged_attention": ("mosaic_gpu", "triton"),
     "write_kv": ("triton",),
     "copy_pages": ("triton",),
+    "keep_top": ("triton",),
 }
-NAMED_ONLY = ("jax_triton",)
 
 
 def choose(
@@ -43,7 +43,7 @@ def choose(
             raise NotImplementedError(f"{kernel} cannot be served by implementation={implementation!r}: {reason}")
         return implementation, _module(kernel, implementation), target
     for name in AVAILABLE[kernel]:
-        if name not in NAMED_ONLY and not _reason_against(kernel, name, target, arrays):
+        if not _is_named_only(name, arrays) and not _reason_against(kernel, name, target, arrays):
             return name, _module(kernel, name), target
     return "xla", None, target
 
@@ -51,6 +51,14 @@ def choose(
 def default_implementation(kernel: str, *arrays: Any) -> str:
     """What `implementation=None` stands for on the current device, for a call with these arrays (or their shapes)."""
     return choose(kernel, None, False, *arrays)[0]
+
+
+def _is_named_only(implementation: str, arrays: tuple[Any, ...]) -> bool:
+    """Whether another implementation is thought to be faster, or is there in any case."""
+    # Mosaic converts eight bits on their way through shared memory, with one thread block an SM: Triton's kernels do it
+    # in registers and keep three times as many bytes under way.
+    eight_bits = any(array.dtype.itemsize == 1 for array in arrays)
+    return implementation == "jax_triton" or (implementation == "mosaic_gpu" and eight_bits)
 
 
 def _reason_against(kernel: str, implementation: str, target: Target, arrays: tuple[Any, ...]) -> str | None:

@@ -84,9 +84,9 @@ def work(options: argparse.Namespace) -> int:
 
 def run_workers(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all jobs, from a process for each core."""
-    total = Worker().total
-    if not total:
-        return
+    first = Worker()  # only asked how many there are
+    total = first.total
+    first.process.kill()
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(total):
         todo.put(number)

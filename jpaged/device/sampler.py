@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jpaged.host.batch import SamplingBatch
+from pallas_kernels.keep_top import keep_top
 
-CHUNK = 256  # vocabulary entries summed together when a draw is looked up
+CHUNK = 256  # vocabulary entries taken together when a largest one or a draw is looked up
 NEVER = -jnp.inf
 
 
@@ -38,41 +39,32 @@ def sample(
 
 
 def _argmax(logits):
-    """The lowest id with the largest logit: two plain reductions, which a CPU does faster than one over pairs."""
-    vocab = logits.shape[1]
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    ids = jnp.min(jnp.where(logits == top, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
-    return jnp.minimum(ids, vocab - 1)  # only NaN equals nothing
+    """The lowest id with the largest logit: found among the maxima of chunks, then inside the first chunk that has it,
+    so that the whole is read once."""
+    num_seqs, vocab = logits.shape
+    chunks = _chunks(logits, NEVER)
+    maxima = jnp.max(chunks, axis=-1)
+    top = jnp.max(maxima, axis=-1, keepdims=True)
+    chunk = jnp.argmax(maxima == top, axis=-1)
+    inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
+    ids = chunk * CHUNK + jnp.argmax(inside == top, axis=-1)
+    return jnp.minimum(ids, vocab - 1).astype(jnp.int32)
 
 
 def _draw(logits, sampling: SamplingBatch, positions):
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    kept = lax.cond(
-        jnp.any(filtered & (sampling.temperature > 0)),
-        lambda: _keep(scaled, sampling),
-        lambda: jnp.ones(scaled.shape, bool),
+    draws = sampling.temperature > 0
+    # Beyond, a CPU takes the reciprocal for 0, and a banned id's weight would be NaN.
+    temperature = jnp.where(draws, jnp.minimum(sampling.temperature, 1e37), 1.0)
+    kept = keep_top(
+        logits,
+        temperature,
+        jnp.where(draws, sampling.top_k, 0),  # greedy rows need no thresholds
+        jnp.where(draws, sampling.top_p, 1),
+        jnp.asarray(sampling.min_p),
     )
+    # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     return _look_up(jnp.where(kept, jnp.exp(scaled), 0), _uniform(sampling.seed, positions))
-
-
-def _keep(scaled, sampling: SamplingBatch):
-    """Which ids pass top-k, then top-p, then min-p. Equal logits count in the order of their ids."""
-    num_seqs, vocab = scaled.shape
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), scaled.shape)
-    negated, order = lax.sort((-scaled, ids), dimension=1, num_keys=1, is_stable=True)
-    weights = jnp.exp(-negated)  # descending, the first is 1
-    rank = jnp.arange(vocab, dtype=jnp.int32)
-    in_k = rank < jnp.where(sampling.top_k > 0, sampling.top_k, vocab)[:, None]
-    weights = jnp.where(in_k, weights, 0)
-    before = jnp.cumsum(weights, axis=-1) - weights
-    in_p = before < sampling.top_p[:, None] * jnp.sum(weights, axis=-1, keepdims=True)
-    in_p |= (sampling.top_p >= 1)[:, None]
-    kept = in_k & in_p & (weights >= sampling.min_p[:, None])
-    rows = jnp.arange(num_seqs)[:, None]
-    return jnp.zeros(scaled.shape, bool).at[rows, order].set(kept)
 
 
 def _uniform(seed, positions):
@@ -90,8 +82,8 @@ def _look_up(weights, uniform):
 
     In two levels: sums of chunks, then inside one chunk, so that no running sum over the vocabulary is formed.
     """
-    num_seqs, vocab = weights.shape
-    chunks = jnp.pad(weights, [(0, 0), (0, -vocab % CHUNK)]).reshape(num_seqs, -1, CHUNK)
+    vocab = weights.shape[1]
+    chunks = _chunks(weights, 0)
 
     def first_past(weights, target):
         sums = jnp.cumsum(weights, axis=-1)
@@ -108,3 +100,8 @@ def _look_up(weights, uniform):
     inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
     index, _ = first_past(inside, target - before)
     return jnp.minimum(chunk * CHUNK + index, vocab - 1).astype(jnp.int32)  # only NaN leads into the padding
+
+
+def _chunks(values, padding):
+    num_seqs, vocab = values.shape
+    return jnp.pad(values, [(0, 0), (0, -vocab % CHUNK)], constant_values=padding).reshape(num_seqs, -1, CHUNK)

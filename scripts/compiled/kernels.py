@@ -22,6 +22,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 GROUPS = (1, 4, 7, 8)
+VOCAB = 151_936
 # Kernels that do little more than move bytes.
 BOUND_BY_MEMORY = ("paged_attention", "copy_pages")
 
@@ -55,6 +56,10 @@ class KernelCase:
 def cases(kernel: str, implementation: str, card: str, quick: bool) -> Iterator[KernelCase]:
     """All shapes that the kernel is for; `quick`: each value of each axis once or twice."""
     case = partial(KernelCase, kernel, implementation, card)
+    if kernel == "keep_top":  # of whose case only the number of rows counts
+        for rows in (1, 64, 256):
+            yield case(kv_dtype="float32", num_seqs=rows)
+        return
     for d in HEAD_DIMS:
         for p in PAGE_SIZES:
             for kind in KV_DTYPES:
@@ -78,6 +83,10 @@ def cases(kernel: str, implementation: str, card: str, quick: bool) -> Iterator[
 
 def arguments(case: KernelCase, on: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The call's arrays as shapes, and its other keyword arguments."""
+    if case.kernel == "keep_top":
+        rows = {"temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32"}
+        arrays = {name: on.like((case.num_seqs,), dtype) for name, dtype in rows.items()}
+        return arrays | {"logits": on.like((case.num_seqs, VOCAB), "float32")}, {}
     heads = 8
     pool = on.like((4096, heads, case.page_size, case.head_dim), case.kv_dtype)
     arrays = {"k_pages": pool, "v_pages": pool}
@@ -105,7 +114,10 @@ def arguments(case: KernelCase, on: Any) -> tuple[dict[str, Any], dict[str, Any]
 def may_refuse(case: KernelCase) -> bool:
     """Whether the kernel says that it does not serve such a call, so that another one does."""
     if case.implementation == "mosaic_gpu":
-        return case.card != "h200" or case.kv_dtype not in ("bfloat16", "float16")
+        sixteen_bits = case.kv_dtype in ("bfloat16", "float16")
+        if case.kernel == "ragged_paged_attention":
+            return not sixteen_bits or case.head_dim > 128
+        return case.kv_dtype == "float32"
     return False
 
 

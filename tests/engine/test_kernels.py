@@ -13,8 +13,8 @@ from jpaged.host.sampling_params import SamplingParams
 PROMPTS = [[5, 9, 31, 77, 12, 8, 3], [44, 2, 17], [9] * 19, [60, 61]]
 SAMPLING = [
     GREEDY,
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, n=2),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=9, seed=3, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, n=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=16, seed=3, ignore_eos=True),
     SamplingParams(temperature=0.7, min_p=0.05, max_tokens=12, seed=4, ignore_eos=True),
 ]
 TRITON = {"kernels": "triton", "interpret_kernels": True}
@@ -24,7 +24,7 @@ TRITON = {"kernels": "triton", "interpret_kernels": True}
 def test_interpreted_kernels_give_the_references_tokens(name):
     """Chunked prompts, mixed batches, several samples, a pool that is too small for all, a sliding window."""
     params = support.tiny(name)
-    small = {"page_size": 16, "num_pages": 6, "max_num_seqs": 4}
+    small = {"page_size": 8, "num_pages": 9, "max_num_seqs": 4}
     expected = serve(support.build(params, kernels="xla", **small), PROMPTS, SAMPLING)
     engine = support.build(params, **TRITON, **small)
     found = serve(engine, PROMPTS, SAMPLING)

@@ -56,6 +56,15 @@ def test_a_page_of_more_numbers_than_a_block_is_copied_whole(implementation):
         np.testing.assert_array_equal(new, old[[0, 1, 2, 1]])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, jnp.float8_e4m3fn], ids=lambda d: np.dtype(d).name)
+def test_eight_bits_with_an_odd_head_dim_are_copied(dtype, implementation):
+    before = pools(dtype, shape=(4, 3, 4, 5))
+    after = copy_pages(*before, np.array([1, 0], np.int32), np.array([3, 0], np.int32), **implementation)
+    for old, new in zip(before, after):
+        assert new.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(new).view(np.uint8), old[[0, 1, 2, 1]].view(np.uint8))
+
+
 def test_donated_pools_are_written_where_they_lie(implementation):
     arrays = [jnp.asarray(pages) for pages in pools()]
     where = [pages.unsafe_buffer_pointer() for pages in arrays]

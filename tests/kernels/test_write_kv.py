@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,50 @@ def test_eight_bits_hold_the_nearest_multiple_of_the_scale_and_at_most_the_large
     for pages, scale, rows in ((out_k, k_scale, new), (out_v, 2 * k_scale, new[::-1])):
         distance, clipped = nearest(rows.astype(np.float64) / scale[:, None])
         np.testing.assert_array_equal(np.abs(stored(pages) - clipped), distance)
+
+
+@pytest.mark.parametrize("pool_type", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_value_in_the_middle_goes_to_the_even_neighbour(pool_type, implementation):
+    """As NumPy rounds, and the types of `ml_dtypes`."""
+    numbers = np.arange(126, dtype=np.uint8).view(pool_type).astype(np.float32)  # rising, all finite
+    numbers = numbers[np.isfinite(numbers)]
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    values = np.resize(np.concatenate([middles, -middles]), (len(SLOTS), HEADS, 32)).astype(np.float32)
+    pool = np.zeros((NUM_PAGES, HEADS, PAGE_SIZE, 32), pool_type)
+    ones = np.ones(HEADS, np.float32)
+    write = jax.jit(partial(write_kv, **implementation))
+    out, _ = write(pool, pool, values, values, SLOTS, k_scale=ones, v_scale=ones)
+    rounded = np.rint(values) if pool_type == jnp.int8 else values
+    expected = written(pool, rounded, SLOTS)
+    np.testing.assert_array_equal(np.asarray(out).astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("pool_type", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_nan_stays_nan_in_eight_bits_and_infinity_becomes_the_largest(pool_type, implementation):
+    pool = np.zeros(SHAPE, pool_type)
+    new = np.full((len(SLOTS), HEADS, HEAD_DIM), np.nan, np.float32)
+    new[..., 1], new[..., 2] = np.inf, -np.inf
+    write = jax.jit(partial(write_kv, **implementation))
+    out = np.asarray(write(pool, pool, new, new, SLOTS)[0]).astype(np.float32)[1, :, 0]
+    largest = float(jnp.finfo(pool_type).max)
+    assert np.isnan(out[:, 0]).all() and np.isnan(out[:, 3:]).all()
+    np.testing.assert_array_equal(out[:, 1:3], [[largest, -largest]] * HEADS)
+
+
+@pytest.mark.parametrize("pool_type", [np.float32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [5, 8])
+def test_heads_that_a_program_shares_with_others_and_odd_ones(monkeypatch, pool_type, head_dim, implementation):
+    monkeypatch.setattr(
+        import_module("pallas_kernels.write_kv.triton"), "BLOCK_NUMBERS", 16
+    )  # two heads of 8, of three; four of pairs
+    rng = np.random.default_rng(1)
+    pools = [rng.standard_normal((NUM_PAGES, HEADS, PAGE_SIZE, head_dim)).astype(pool_type) for _ in range(2)]
+    new = [rng.standard_normal((len(SLOTS), HEADS, head_dim)).astype(np.float32) for _ in range(2)]
+    out = jax.jit(partial(write_kv, **implementation))(*pools, *new, SLOTS)
+    for pages, old, values in zip(out, pools, new):
+        np.testing.assert_array_equal(
+            np.asarray(pages).astype(np.float32), written(old, values, SLOTS).astype(np.float32)
+        )
 
 
 def test_padding_that_falls_on_the_same_slots_of_page_0_harms_no_other_page(implementation):
