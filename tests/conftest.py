@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
+import jax
 import pytest
 
 from jpaged.small_model import small_model_path
@@ -26,6 +28,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jpaged")
 
 REPO = Path(__file__).parents[1]
+
+
+MANY_MAPS = 20_000  # of the 65,530 areas of memory that Linux gives a process; each compiled program takes a few
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs():
+    """Forgets compiled programs when there are many: at the system's limit, the compiler aborts the process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -273,6 +273,8 @@ for number in numbers:
 send({{"done": True}})
 """
 
+pytestmark = pytest.mark.slow
+
 
 def supervised(*deeds: str, until: float = 1e6) -> tuple[list[str], int]:
     """The status of each job, and how many workers it took."""

@@ -7,7 +7,8 @@ For the day on which JAX drops its Triton lowering. It is taken only where it is
 - It serves queries of the pool's type, and 16-bit queries with an 8-bit pool.
 - Page ids are widened to 64 bits before they become offsets, so pools may have any size.
 
-It cannot be interpreted through JAX. Triton's own interpreter runs the bare kernel (TRITON_INTERPRET=1).
+It cannot be interpreted through JAX. Triton's own interpreter (TRITON_INTERPRET=1) runs the bare kernels, given NumPy
+before 2.4, tensors that only wrap NumPy arrays, and the helpers of `kernels` as globals: it knows no closures.
 Source: as for `triton.py`.
 """
 
