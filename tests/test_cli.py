@@ -196,7 +196,7 @@ def test_max_tokens_zero_means_as_many_as_fit(fake):
 def test_every_engine_option_reaches_the_engine(fake):
     flags = "--page-size 8 --max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 512 --kv-dtype bfloat16 "
     flags += "--gpu-memory-utilization 0.5 --kv-cache-memory 1GiB --warm-up yes --late-compile error --check-integrity "
-    flags += "--compilation-cache-dir c"
+    flags += "--compilation-cache-dir c --kernels triton --interpret-kernels"
     result = run("generate", *flags.split(), "hello")
     assert result.exit_code == 0, result.output
     assert fake.settings == {
@@ -210,6 +210,8 @@ def test_every_engine_option_reaches_the_engine(fake):
         "warm_up": True,
         "late_compile": "error",
         "compilation_cache_dir": "c",
+        "kernels": "triton",
+        "interpret_kernels": True,
         "check_integrity": True,
     }
 

@@ -133,6 +133,14 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
             "help": "Where compiled programs are kept [default: xla in jpaged's cache].",
         },
     ),
+    "kernels": (
+        "--kernels",
+        {"help": "The kernels to run: mosaic_gpu, triton or xla [default: the best that can serve the model]."},
+    ),
+    "interpret_kernels": (
+        "--interpret-kernels",
+        {"is_flag": True, "default": None, "help": "Run GPU kernels on a CPU by interpretation. Very slow."},
+    ),
     "check_integrity": (
         "--check-integrity",
         {"is_flag": True, "default": None, "help": "Check the bookkeeping of the KV pages after each step. Slow."},

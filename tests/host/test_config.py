@@ -21,6 +21,7 @@ def test_by_default_the_engine_chooses():
         "num_pages",
         "dtype",
         "compilation_cache_dir",
+        "kernels",
     ]
 
 

@@ -115,7 +115,10 @@ def test_none_picks_the_best_that_can_serve(monkeypatch, kernel, target, dtype, 
 
 def test_the_table_of_block_sizes_serves_every_gpu_kernel():
     assert {(k, i) for k, entries in table().items() for i in entries} == {
-        (k, i) for k, names in AVAILABLE.items() for i in names if i != "jax_triton"  # has the tiles of "triton"
+        (k, i)
+        for k, names in AVAILABLE.items()
+        for i in names
+        if i != "jax_triton"  # has the tiles of "triton"
     }
     for entries in (entries for kernel in table().values() for entries in kernel.values()):
         assert all(entry.keys() <= KEYS for entry in entries)

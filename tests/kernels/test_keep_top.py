@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import keep_top as package
+from pallas_kernels import implementation
 from pallas_kernels.keep_top import keep_top, passing, reference, search
 from pallas_kernels.keep_top import triton as triton_kernel
+from pallas_kernels.target import INTERPRETED
 
 SLACK = 2e-6  # of the total: tighter than promised, so that it seldom decides
 SMALL = {"ahead": 5, "capacity": 64, "num_candidates": 7, "num_warps": 2}  # a list that often does not hold the answer
@@ -232,7 +233,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug):
     name, right, wrong = BUGS[bug]
-    source = Path(package.__file__).with_name(f"{name}.py").read_text()
+    source = Path(search.__file__).with_name(f"{name}.py").read_text()
     assert source.count(right) == 1
     source = source.replace(right, wrong)
     if name == "search":
@@ -285,9 +286,9 @@ def test_a_named_implementation_that_cannot_serve_says_so(name, word):
 
 def test_the_choice_follows_the_target(monkeypatch):
     def chosen(capability, size=300):
-        target = package.INTERPRETED._replace(capability=capability)
-        monkeypatch.setattr(package, "current_target", lambda: target)
-        return package._choose(None, False, jax.ShapeDtypeStruct((size, 2**20), np.float32))
+        target = INTERPRETED._replace(capability=capability)
+        monkeypatch.setattr(implementation, "current_target", lambda: target)
+        return implementation.default_implementation("keep_top", jax.ShapeDtypeStruct((size, 2**20), np.float32))
 
-    assert chosen((9, 0)) is chosen((8, 0)) is triton_kernel
-    assert chosen((7, 5)) is None and chosen((9, 0), 2048) is None
+    assert chosen((9, 0)) == chosen((8, 0)) == "triton"
+    assert chosen((7, 5)) == chosen((9, 0), 2048) == "xla"
