@@ -8,16 +8,18 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
 check() {  # VENV [ARGUMENT...]: its JAX with the compiler for CUDA laid over it: no toolkit, no driver
-  local python="$1/bin/python" version overlay
+  local python="$1/bin/python" version overlay packages
   shift
+  packages=(absl-py nvidia-cuda-nvcc)
+  [ $# = 0 ] && packages+=(jax-triton==0.3.1 triton==3.6.0)  # some 200 MB
   version="$("$python" -c 'import jax; print(jax.__version__)')"
   overlay="$REPO/.venv-cuda/$version"
-  if [ ! -f "$overlay/complete" ]; then
+  if [ "$(cat "$overlay/complete" 2>/dev/null)" != "${packages[*]}" ]; then
     say "Installing the CUDA compiler for JAX $version"
     rm -rf "$overlay"
     "$python" -m pip install -qq --disable-pip-version-check --no-deps --target "$overlay" \
-      "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" absl-py nvidia-cuda-nvcc >&2
-    touch "$overlay/complete"
+      "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "${packages[@]}" >&2
+    echo "${packages[*]}" >"$overlay/complete"
   fi
   say "JAX $version"
   PYTHONPATH="$overlay" "$python" "$REPO/scripts/check_kernels.py" --json "$REPO/.venv-cuda/$version.json" "$@" || failed=1

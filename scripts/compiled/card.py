@@ -25,7 +25,8 @@ except ImportError:  # where it lies in JAX 0.11
 
 def environment(dump: Path) -> dict[str, str]:
     """The variables with which a process must be started to use this module. Compilers write into the folder `dump`."""
-    (dump / "mosaic").mkdir()
+    for folder in ("mosaic", "triton"):
+        (dump / folder).mkdir()
     flags = [
         f"--xla_dump_to={dump}",
         "--xla_dump_emitter_re=ptx",
@@ -35,6 +36,7 @@ def environment(dump: Path) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",  # or the plugin looks for a driver
         "XLA_FLAGS": " ".join(flags),
         "MOSAIC_GPU_DUMP_TO": str(dump / "mosaic"),
+        "JAX_TRITON_DUMP_DIR": str(dump / "triton"),
         "COMPILED_DUMP": str(dump),
     }
 
@@ -85,7 +87,7 @@ def dump() -> Path:
 def used() -> list[Use]:
     """What each GPU kernel takes that the last `compile_for` made."""
     found = []
-    for path in sorted(dump().glob("*.ptx")):
+    for path in sorted([*dump().glob("*.ptx"), *dump().glob("triton/*/*.ptx")]):
         text = path.read_text()
         target = re.search(r"^\.target ([^\s,]+)", text, re.M)
         if target is None or ".entry" not in text:
@@ -95,9 +97,11 @@ def used() -> list[Use]:
         )
         if out.returncode:
             raise RuntimeError(f"{path.name} is refused: {out.stderr.strip()[-500:]}")
-        thunks = "\n".join(p.read_text() for p in dump().glob(path.name.split(".")[0] + "*thunk_sequence*"))
+        beside = [*path.parent.glob(path.name.split(".")[0] + "*thunk_sequence*"), *path.parent.glob("*.compile_info")]
+        said = "\n".join(p.read_text() for p in beside)
         for use in parse(out.stderr, threads_of(text)):
-            dynamic = re.search(rf"{re.escape(use.kernel)} .*?shared_memory: (\d+) bytes", thunks)
+            dynamic = re.search(rf"{re.escape(use.kernel)} .*?shared_memory: (\d+) bytes", said)
+            dynamic = dynamic or re.search(r"shared_mem_bytes: (\d+)", said)
             extra = int(dynamic[1]) if dynamic else 0
             found.append(use._replace(shared_memory=use.shared_memory + extra))
     for path in sorted(dump().glob("mosaic/*.ptxas")):

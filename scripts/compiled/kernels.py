@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -113,6 +114,8 @@ def arguments(case: KernelCase, on: Any) -> tuple[dict[str, Any], dict[str, Any]
 
 def may_refuse(case: KernelCase) -> bool:
     """Whether the kernel says that it does not serve such a call, so that another one does."""
+    if case.implementation == "jax_triton":
+        return False
     if case.implementation == "mosaic_gpu":
         sixteen_bits = case.kv_dtype in ("bfloat16", "float16")
         if case.kernel == "ragged_paged_attention":
@@ -134,7 +137,7 @@ def check(case: KernelCase) -> dict[str, Any]:
         return row | {"refused": str(error), "broken": [] if may_refuse(case) else [str(error)]}
     except Exception as error:
         return row | {"broken": [f"it does not compile: {str(error).strip()[:500]}"]}
-    uses = [use for use in used() if use.kernel.startswith((case.kernel, "mosaic"))]
+    uses = [use for use in used() if use.kernel.startswith((case.kernel, "mosaic", "split_kernel"))]
     if not uses:
         return row | {"broken": ["no kernel of ours is in the program"]}
     # A combine may follow: the kernel itself is the one that takes most.
@@ -159,7 +162,7 @@ def in_flight(case: KernelCase, on: Any) -> int:
     with jax.sharding.use_abstract_mesh(on.abstract):
         target = current_target()
     blocks = block_sizes(case.kernel, case.implementation, target, head_dim=case.head_dim, kv_bits=8 * itemsize)
-    module = import_module(f"pallas_kernels.{case.kernel}.{case.implementation}")
+    module = import_module(f"pallas_kernels.{case.kernel}.{case.implementation.removeprefix('jax_')}")
     return module.bytes_in_flight(case.head_dim, itemsize, **blocks)
 
 
@@ -169,7 +172,7 @@ def all_cases(cards: list[str], kernels: list[str], quick: bool) -> list[KernelC
         case
         for kernel in kernels
         for implementation in AVAILABLE[kernel]
-        if implementation != "jax_triton"
+        if implementation != "jax_triton" or find_spec("jax_triton")
         for card in cards
         if implementation != "mosaic_gpu" or card == "h200"
         for case in dict.fromkeys(cases(kernel, implementation, card, quick))
