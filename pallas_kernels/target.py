@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -32,9 +33,10 @@ def current_target() -> Target:
         device = jax.config.jax_default_device or jax.devices()[0]
         if isinstance(device, str):
             device = jax.devices(device)[0]
-    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
-    capability = None
-    if platform == "cuda":
-        major, minor = str(getattr(device, "compute_capability", "0.0")).split(".")
-        capability = (int(major), int(minor))
+    platform, capability = device.platform, None
+    if platform in ("gpu", "cuda"):
+        # GPUs of other makers are "gpu" too, and have names for capabilities.
+        found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+        platform = "cuda" if found else "gpu"
+        capability = (int(found[1]), int(found[2])) if found else None
     return Target(platform, capability, device.device_kind, getattr(device, "core_count", 0) or 0)

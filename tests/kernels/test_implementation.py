@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from functools import partial
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.block_sizes import KEYS, block_sizes, table
 from pallas_kernels.implementation import AVAILABLE
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, current_target
 
 KERNELS = {
     "paged_attention": paged_attention,
@@ -111,6 +112,33 @@ def test_none_picks_the_best_that_can_serve(monkeypatch, kernel, target, dtype, 
     pages = jax.ShapeDtypeStruct((9, 2, 16, head_dim), dtype)
     tables = jax.ShapeDtypeStruct((4, 3), "int32")
     assert default_implementation(kernel, q, pages, tables) == chosen
+
+
+@pytest.mark.parametrize(
+    ("attributes", "target"),
+    [
+        (
+            dict(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132),
+            ("cuda", (9, 0), 132),
+        ),
+        (
+            dict(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148),
+            ("cuda", (10, 0), 148),
+        ),
+        (dict(platform="gpu", device_kind="MI300X", compute_capability="gfx942", core_count=304), ("gpu", None, 304)),
+        (dict(platform="tpu", device_kind="TPU v6e"), ("tpu", None, 0)),
+    ],
+)
+def test_the_target_is_read_from_the_default_device(monkeypatch, attributes, target):
+    monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(**attributes)])
+    found = current_target()
+    assert (found.platform, found.capability, found.num_cores) == target
+    assert found.device_kind == attributes["device_kind"]
+
+
+def test_the_target_follows_the_default_device():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert current_target().platform == "cpu"
 
 
 def test_the_table_of_block_sizes_serves_every_gpu_kernel():
