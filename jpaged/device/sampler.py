@@ -15,13 +15,18 @@ NEVER = -jnp.inf
 
 
 def sample(
-    logits: Float[Array, "num_seqs vocab"], sampling: SamplingBatch, positions: Int32[Array, " num_seqs"]
+    logits: Float[Array, "num_seqs vocab"],
+    sampling: SamplingBatch,
+    positions: Int32[Array, " num_seqs"],
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> tuple[Int32[Array, " num_seqs"], Float[Array, " num_seqs"]]:
     """One token a row, and its log-probability under the unmodified logits.
 
     `positions` are those the new tokens will have. Temperature 0 takes the largest logit, the lowest id among equals.
     Otherwise one uniform number, which depends on the row's seed and position alone, is looked up in the cumulative
-    distribution over the ids that the filters left.
+    distribution over the ids that the filters left. `implementation` and `interpret` are those of `keep_top`.
     """
     num_seqs = logits.shape[0]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -31,7 +36,9 @@ def sample(
     greedy = _argmax(allowed)
     token_ids = lax.cond(
         jnp.any(sampling.temperature > 0),
-        lambda: jnp.where(sampling.temperature > 0, _draw(allowed, sampling, positions), greedy),
+        lambda: jnp.where(
+            sampling.temperature > 0, _draw(allowed, sampling, positions, implementation, interpret), greedy
+        ),
         lambda: greedy,
     )
     chosen = jnp.take_along_axis(allowed, token_ids[:, None], axis=-1)[:, 0]  # no banned id is chosen
@@ -51,7 +58,7 @@ def _argmax(logits):
     return jnp.minimum(ids, vocab - 1).astype(jnp.int32)
 
 
-def _draw(logits, sampling: SamplingBatch, positions):
+def _draw(logits, sampling: SamplingBatch, positions, implementation, interpret):
     draws = sampling.temperature > 0
     # Beyond, a CPU takes the reciprocal for 0, and a banned id's weight would be NaN.
     temperature = jnp.where(draws, jnp.minimum(sampling.temperature, 1e37), 1.0)
@@ -61,6 +68,8 @@ def _draw(logits, sampling: SamplingBatch, positions):
         jnp.where(draws, sampling.top_k, 0),  # greedy rows need no thresholds
         jnp.where(draws, sampling.top_p, 1),
         jnp.asarray(sampling.min_p),
+        implementation=implementation,
+        interpret=interpret,
     )
     # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]

@@ -29,11 +29,11 @@ class Kernels(NamedTuple):
         return self._asdict()
 
     @property
-    def write(self) -> dict[str, Any]:
-        # There is no Mosaic kernel for writing: it would have nothing to gain.
-        return self._asdict() | {
-            "implementation": self.implementation and self.implementation.replace("mosaic_gpu", "triton")
-        }
+    def others(self) -> dict[str, Any]:
+        """For what has no Mosaic kernel, and would gain nothing by one."""
+        return self._replace(
+            implementation="triton" if self.implementation == "mosaic_gpu" else self.implementation
+        )._asdict()
 
 
 BEST = Kernels()
@@ -47,7 +47,7 @@ def attend_through(kernels: Kernels) -> Attend:
         """Write the new keys and values into their slots, then attend to the pages. `cache` is one layer's pair."""
 
         def local(q, k, v, cache, tables, lens, slots, starts):
-            k_pages, v_pages = write_kv(*cache, k, v, slots, **kernels.write)
+            k_pages, v_pages = write_kv(*cache, k, v, slots, **kernels.others)
             options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels.attention}
             if starts is None:
                 out = paged_attention(q, k_pages, v_pages, tables, lens, **options)
@@ -83,7 +83,7 @@ def step(
     kv_pages, scores = next_logits(config, weights, kv_pages, batch, kernels)
     with jax.named_scope("sample"):
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
-        token_ids, logprobs = sample(scores, batch.sampling, batch.context_lens)
+        token_ids, logprobs = sample(scores, batch.sampling, batch.context_lens, **kernels.others)
     return kv_pages, token_ids, logprobs
 
 
