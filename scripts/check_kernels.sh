@@ -32,7 +32,8 @@ ensure_venv "$REPO/.venv" dev
 # shellcheck disable=SC2046  # one word a package
 ensure_venv "$REPO/.venv-oldest" dev $(oldest_requirements "$REPO/.venv/bin/python")
 check "$REPO/.venv" "$@"
-check "$REPO/.venv-oldest" "$@"
+# What differs between versions differs for one card already.
+check "$REPO/.venv-oldest" "$@" $([ "${1:-}" = --quick ] && echo "--cards h200")
 if [ $# = 0 ] && [ "$failed" = 0 ]; then
   "$REPO/.venv/bin/python" "$REPO/scripts/check_kernels.py" --table "$REPO/docs/kernels.md" "${results[@]}"
 fi

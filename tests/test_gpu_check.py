@@ -27,6 +27,8 @@ from gpu_check_parts.sampling import ALL, Filters, distribution  # noqa: E402
 from gpu_check_parts.supervisor import Job, supervise  # noqa: E402
 from gpu_check_parts.tasks import Built, Setup, Skipped, Task, like  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PARTS = ["ceilings", "correctness", "attention", "memory", "sampling", "engine"]
 
 
@@ -44,6 +46,7 @@ def rehearsal(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     return folder, run_script("--rehearse", "--out", str(folder))
 
 
+@pytest.mark.rehearsal
 def test_a_rehearsal_has_a_row_for_every_promised_measurement_and_no_figures(rehearsal):
     folder, result = rehearsal
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -72,6 +75,7 @@ def test_the_promises_are_all_that_is_to_be_known():
         assert any(name.startswith(f"{kernel}: ") for name in rows)
 
 
+@pytest.mark.rehearsal
 def test_the_page_for_people_has_a_head_the_targets_and_every_row(rehearsal):
     folder, _ = rehearsal
     page = (folder / "gpu_check.md").read_text()
@@ -272,8 +276,6 @@ for number in numbers:
         os._exit(3)
 send({{"done": True}})
 """
-
-pytestmark = pytest.mark.slow
 
 
 def supervised(*deeds: str, until: float = 1e6) -> tuple[list[str], int]:

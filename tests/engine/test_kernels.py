@@ -10,6 +10,8 @@ from engine_support import GREEDY, serve, tokens
 import jpaged
 from jpaged.host.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 31, 77, 12, 8, 3], [44, 2, 17], [9] * 19, [60, 61]]
 SAMPLING = [
     GREEDY,

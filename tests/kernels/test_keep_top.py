@@ -19,6 +19,8 @@ from pallas_kernels.keep_top import keep_top, passing, reference, search
 from pallas_kernels.keep_top import triton as triton_kernel
 from pallas_kernels.target import INTERPRETED
 
+pytestmark = pytest.mark.slow
+
 SLACK = 2e-6  # of the total: tighter than promised, so that it seldom decides
 SMALL = {"ahead": 5, "capacity": 64, "num_candidates": 7, "num_warps": 2}  # a list that often does not hold the answer
 

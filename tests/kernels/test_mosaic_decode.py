@@ -20,6 +20,8 @@ from pallas_kernels import mosaic_tiles, paged_attention
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.target import INTERPRETED
 
+pytestmark = pytest.mark.slow
+
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 BF16 = dict(q_type="bf16", kv_type="bf16", num_kv_heads=1)
 F16 = dict(q_type="f16", kv_type="f16", num_kv_heads=1)

@@ -20,6 +20,8 @@ from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_warpgroups
 from pallas_kernels.ragged_paged_attention.query_tiles import Tile, tile_table
 from pallas_kernels.target import INTERPRETED
 
+pytestmark = pytest.mark.slow
+
 # A race raises an exception.
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 BF16 = dict(q_type="bf16", kv_type="bf16", num_kv_heads=1, head_dim=64)

@@ -14,6 +14,8 @@ from cases import TYPES, Case, call, decode_case, expected, make_inputs, unchang
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.target import Target
 
+pytestmark = pytest.mark.slow
+
 # Of the sum of weights times |v|: of the rounding of weights and results to q's type.
 BOUNDS = {"f32": 1e-5, "f16": 2**-10, "bf16": 2**-7}
 H200, A100 = (Target("cuda", capability, "", cores) for capability, cores in (((9, 0), 132), ((8, 0), 108)))

@@ -13,6 +13,8 @@ from cases import BOUNDS, Case, assert_close, check_ragged, make_inputs
 from pallas_kernels.ragged_paged_attention import triton
 from pallas_kernels.target import Target
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = dict(block_rows=64, block_tokens=16, num_warps=4, num_stages=2, few_tokens=32, few_stages=2)
 BOUNDS.setdefault(("f16", "e4m3"), 2**-10)
 
