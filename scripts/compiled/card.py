@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Mesh1D(NamedTuple):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
 
+@cache  # two that are alike count as different meshes
 def devices(card: Card, axis: str = "x", number: int = 1) -> Mesh1D:
     """`number` cards in one machine along a mesh axis."""
     text = (Path(__file__).parent / f"{card.name}.txtpb").read_text()
