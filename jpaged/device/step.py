@@ -25,10 +25,6 @@ class Kernels(NamedTuple):
     interpret: bool = False
 
     @property
-    def attention(self) -> dict[str, Any]:
-        return self._asdict()
-
-    @property
     def others(self) -> dict[str, Any]:
         """For what has no Mosaic kernel, and would gain nothing by one."""
         return self._replace(
@@ -48,7 +44,7 @@ def attend_through(kernels: Kernels) -> Attend:
 
         def local(q, k, v, cache, tables, lens, slots, starts):
             k_pages, v_pages = write_kv(*cache, k, v, slots, **kernels.others)
-            options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels.attention}
+            options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels._asdict()}
             if starts is None:
                 out = paged_attention(q, k_pages, v_pages, tables, lens, **options)
             else:
