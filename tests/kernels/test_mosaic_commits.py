@@ -19,7 +19,7 @@ import pallas_kernels
 from pallas_kernels import implementation
 from pallas_kernels.target import INTERPRETED
 
-WRITES = {"swap", "store", "inline_mgpu"}  # the last writes results
+WRITES = {"swap", "store", "inline_mgpu", "inline_mgpu_p"}  # the last two (a name a version) write results
 READS_PAST_THREADS = {"wgmma_ref", "copy_smem_to_gmem"}
 # After these, a copy engine may fill the memory again, or another group of warps read it.
 HANDS_OVER = {"barrier_arrive"}
