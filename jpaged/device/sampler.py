@@ -28,16 +28,17 @@ def sample(
     Otherwise one uniform number, which depends on the row's seed and position alone, is looked up in the cumulative
     distribution over the ids that the filters left. `implementation` and `interpret` are those of `keep_top`.
     """
-    num_seqs = logits.shape[0]
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
     # Without a branch: one would copy the logits. `vocab` stands for no id.
-    rows = jnp.arange(num_seqs)[:, None]
-    allowed = logits.at[rows, sampling.banned_ids].set(NEVER, mode="drop")
-    greedy = _argmax(allowed)
+    banned = jnp.arange(logits.shape[0])[:, None], sampling.banned_ids
+    taken = logits.at[banned].get(mode="fill", fill_value=NEVER)
+    allowed = logits.at[banned].set(NEVER, mode="drop")
+    greedy, largest = _argmax(allowed)
+    # Over the allowed and the taken apart: then one pass finds the largest logits for all that follows.
+    normalizer = jnp.logaddexp(_logsumexp(allowed, largest), jax.nn.logsumexp(taken, axis=-1))
     token_ids = lax.cond(
         jnp.any(sampling.temperature > 0),
         lambda: jnp.where(
-            sampling.temperature > 0, _draw(allowed, sampling, positions, implementation, interpret), greedy
+            sampling.temperature > 0, _draw(allowed, largest, sampling, positions, implementation, interpret), greedy
         ),
         lambda: greedy,
     )
@@ -45,9 +46,14 @@ def sample(
     return token_ids, chosen - normalizer
 
 
+def _logsumexp(logits, largest):
+    shift = jnp.where(jnp.isfinite(largest), largest, 0)
+    return shift + jnp.log(jnp.sum(jnp.exp(logits - shift[:, None]), axis=-1))
+
+
 def _argmax(logits):
-    """The lowest id with the largest logit: found among the maxima of chunks, then inside the first chunk that has it,
-    so that the whole is read once."""
+    """The lowest id with the largest logit, and this logit: found among the maxima of chunks, then inside the first
+    chunk that has it, so that the whole is read once."""
     num_seqs, vocab = logits.shape
     chunks = _chunks(logits, NEVER)
     maxima = jnp.max(chunks, axis=-1)
@@ -55,10 +61,10 @@ def _argmax(logits):
     chunk = jnp.argmax(maxima == top, axis=-1)
     inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
     ids = chunk * CHUNK + jnp.argmax(inside == top, axis=-1)
-    return jnp.minimum(ids, vocab - 1).astype(jnp.int32)
+    return jnp.minimum(ids, vocab - 1).astype(jnp.int32), top[:, 0]
 
 
-def _draw(logits, sampling: SamplingBatch, positions, implementation, interpret):
+def _draw(logits, largest, sampling: SamplingBatch, positions, implementation, interpret):
     draws = sampling.temperature > 0
     # Beyond, a CPU takes the reciprocal for 0, and a banned id's weight would be NaN.
     temperature = jnp.where(draws, jnp.minimum(sampling.temperature, 1e37), 1.0)
@@ -68,11 +74,12 @@ def _draw(logits, sampling: SamplingBatch, positions, implementation, interpret)
         jnp.where(draws, sampling.top_k, 0),  # greedy rows need no thresholds
         jnp.where(draws, sampling.top_p, 1),
         jnp.asarray(sampling.min_p),
+        largest=largest,
         implementation=implementation,
         interpret=interpret,
     )
     # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    scaled = (logits - largest[:, None]) / temperature[:, None]
     return _look_up(jnp.where(kept, jnp.exp(scaled), 0), _uniform(sampling.seed, positions))
 
 

@@ -22,6 +22,7 @@ def keep_top(
     top_p: Float[Array, " num_seqs"],
     min_p: Float[Array, " num_seqs"],
     *,
+    largest: Float[Array, " num_seqs"] | None = None,
     implementation: str | None = None,
     interpret: Any = False,
 ) -> Bool[Array, "num_seqs vocab"]:
@@ -34,6 +35,7 @@ def keep_top(
     top_p: an id passes while the weights of those before it are less than `top_p` times the weights that top-k left.
         At least 1 is off.
     min_p: an id passes if its weight is at least so much, the largest weight being 1; 0 is off.
+    largest: the largest logit of each row, where the caller has it: a pass less.
 
     logits are float32, -inf for banned ids; temperature is above 0. Top-k is exact, and so are ties. For top-p the
     weights are float32, and so are their sums, in an order that depends on the shapes alone: the result is that of
@@ -53,13 +55,14 @@ def keep_top(
         ("top_k", top_k, "int32"),
         ("top_p", top_p, "float32"),
         ("min_p", min_p, "float32"),
+        *([] if largest is None else [("largest", largest, "float32")]),
     ):
         need(
             array.shape == logits.shape[:1] and array.dtype == dtype,
             f"{name} must be {dtype} [num_seqs] {logits.shape[:1]}, got {_of(array)}",
         )
     logits, temperature, top_k, top_p, min_p = map(jnp.asarray, (logits, temperature, top_k, top_p, min_p))
-    largest = jnp.max(logits, axis=-1)
+    largest = jnp.max(logits, axis=-1) if largest is None else jnp.asarray(largest)
     rows = (logits, largest, temperature, top_k, top_p)
     name, module, target = choose("keep_top", implementation, interpret, logits)
     if module is None:
