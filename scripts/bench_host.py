@@ -1,6 +1,8 @@
 """Prints what the host spends on a step: schedule, pack and update, without a device. Needs no accelerator and no JAX.
 
 python scripts/bench_host.py [--num-seqs 256] [--repeats 200]
+
+Nothing is shared in these workloads: `off` and `on` are without and with a prefix cache, which is then only a cost.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from jpaged.host.scheduler import Scheduler
 VOCAB_SIZE, PAGE_SIZE, MAX_MODEL_LEN = 32_000, 16, 8704
 MIXED_BUDGET = 2048
 PHASES = ("schedule", "pack", "update")
+CACHE = {False: "off", True: "on"}
 
 
 class Host:
-    def __init__(self, num_seqs: int, budget: int, num_pages: int):
+    def __init__(self, num_seqs: int, budget: int, num_pages: int, prefix_caching: bool):
         self.scheduler = Scheduler(
             PagePool(num_pages, PAGE_SIZE),
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
+            prefix_caching=prefix_caching,
         )
         self.buckets = Buckets.make(num_seqs, budget, MAX_MODEL_LEN, PAGE_SIZE)
 
@@ -66,16 +70,17 @@ def report(label: str, steps: list[list[float]]) -> None:
     print(f"{label:<44} mean {mean.sum():6.0f}  p50 {p50:6.0f}  p99 {p99:6.0f}   ({parts})")
 
 
-def bench_decode(num_seqs: int, context_len: int, repeats: int) -> None:
-    host = Host(num_seqs, num_seqs * context_len, 1 + num_seqs * -(-MAX_MODEL_LEN // PAGE_SIZE))
+def bench_decode(num_seqs: int, context_len: int, repeats: int, prefix_caching: bool) -> None:
+    host = Host(num_seqs, num_seqs * context_len, 1 + num_seqs * -(-MAX_MODEL_LEN // PAGE_SIZE), prefix_caching)
     for index in range(num_seqs):
         host.add(index, context_len - index % PAGE_SIZE, repeats + 20)  # so that page borders spread over the steps
     host.step()  # the budget takes all prompts at once
-    report(f"decode, {num_seqs} rows, contexts of {context_len}", [host.step()[2] for _ in range(repeats)])
+    label = f"decode, {num_seqs} rows, contexts of {context_len}, {CACHE[prefix_caching]}"
+    report(label, [host.step()[2] for _ in range(repeats)])
 
 
-def bench_mixed(num_seqs: int, num_requests: int) -> None:
-    host, rng = Host(num_seqs, MIXED_BUDGET, 1 + 4096), random.Random(0)
+def bench_mixed(num_seqs: int, num_requests: int, prefix_caching: bool) -> None:
+    host, rng = Host(num_seqs, MIXED_BUDGET, 1 + 4096, prefix_caching), random.Random(0)
     for index in range(num_requests):
         host.add(index, rng.randint(10, 1500), rng.randint(10, 400))
     steps = defaultdict(list)
@@ -83,7 +88,9 @@ def bench_mixed(num_seqs: int, num_requests: int) -> None:
         is_decode, num_tokens, seconds = step
         kind = "decode steps" if is_decode else "full steps" if num_tokens == MIXED_BUDGET else "other mixed steps"
         steps[kind].append(seconds)
-    print(f"mixed workload of {num_requests} requests, {host.scheduler.num_preemptions} preemptions:")
+    print(
+        f"mixed workload of {num_requests} requests, {CACHE[prefix_caching]}, {host.scheduler.num_preemptions} preemptions:"
+    )
     for kind, seconds in sorted(steps.items()):
         report(f"  {len(seconds)} {kind}", seconds)
 
@@ -95,5 +102,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     print("microseconds of CPU time a step")
     for context_len in (100, 8000):
-        bench_decode(args.num_seqs, context_len, args.repeats)
-    bench_mixed(args.num_seqs, num_requests=600)
+        for prefix_caching in (False, True):
+            bench_decode(args.num_seqs, context_len, args.repeats, prefix_caching)
+    for prefix_caching in (False, True):
+        bench_mixed(args.num_seqs, 600, prefix_caching)

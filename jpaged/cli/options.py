@@ -47,6 +47,7 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--skip-special-tokens/--show-special-tokens",),
         {"help": "Leave special tokens out of the text.", "default": True},
     ),
+    "cache_salt": (("--cache-salt",), {"type": str, "help": "Share KV only with requests of the same salt."}),
 }
 
 
@@ -106,6 +107,10 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "kv_cache_memory": ("--kv-cache-memory", {"type": str, "help": 'Size of the KV cache, such as "2GiB".'}),
     "num_pages": ("--num-pages", {"type": int, "help": "Size of the KV cache in pages, instead."}),
     "dtype": ("--kv-dtype", {"type": click.Choice(DTYPES), "help": "Of the KV cache [default: that of the weights]."}),
+    "prefix_caching": (
+        "--prefix-caching/--no-prefix-caching",
+        {"default": None, "help": "Keep the KV of prompts for later ones that begin alike."},
+    ),
     "async_scheduling": (
         "--async-scheduling/--no-async-scheduling",
         {"default": None, "help": "Start a step before the tokens of the one before are read."},

@@ -15,7 +15,7 @@ from jpaged.device.sharding import over_heads, replicated
 from jpaged.host.batch import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Attend, decode, logits
-from pallas_kernels import paged_attention, ragged_paged_attention, write_kv
+from pallas_kernels import copy_pages, paged_attention, ragged_paged_attention, write_kv
 
 
 class Kernels(NamedTuple):
@@ -83,4 +83,18 @@ def step(
     return kv_pages, token_ids, logprobs
 
 
+def copy(kv_pages: KVPages, page_copies: Int32[Array, "num_copies 2"], kernels: Kernels = BEST) -> KVPages:
+    """The pool with the second page of each pair equal to the first. No page may be a first and a second one, but for
+    the null page, whose pairs are padding.
+
+    A program of its own, which most steps do without: as a condition in the step it would have a GPU wait for the host.
+    """
+
+    def local(k_pages, v_pages, page_copies):
+        return copy_pages(k_pages, v_pages, page_copies[:, 0], page_copies[:, 1], **kernels.others)
+
+    return tuple(over_heads(local)(layer, (page_copies,)) for layer in kv_pages)
+
+
+jitted_copy = jax.jit(copy, static_argnums=2, donate_argnums=0)
 jitted_step = jax.jit(step, static_argnums=(0, 4), donate_argnums=2)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +15,16 @@ import jax
 import numpy as np
 
 from jpaged.device.kv_pages import kv_pages_like
-from jpaged.device.step import BEST, Kernels, jitted_step
-from jpaged.host.batch import Batch, Buckets, SamplingBatch
+from jpaged.device.step import BEST, Kernels, jitted_copy, jitted_step
+from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
 from jpaged.host.cache import cache_dir
 from jpaged.host.sampling_params import MAX_BANNED_IDS
 from jpaged.models.config import ModelConfig
 
 log = logging.getLogger("jpaged")
 
-Shape = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
+Step = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
+Shape = Step | int  # or how many pages are copied
 
 
 class LateCompileError(RuntimeError):
@@ -98,7 +99,7 @@ def compile_counter() -> CompileCounter:
     return _counter
 
 
-def batch_like(shape: Shape, buckets: Buckets, with_rope_lens: bool) -> Batch:
+def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
     """A batch of one shape with shapes and dtypes for arrays."""
     tokens, rows, is_decode = shape
     array = jax.ShapeDtypeStruct
@@ -122,7 +123,8 @@ def batch_like(shape: Shape, buckets: Buckets, with_rope_lens: bool) -> Batch:
 
 
 class CompiledSteps:
-    """`step`, compiled for each shape of `buckets`, with the precision of matrix products that holds when this is made.
+    """`step` and `copy`, compiled for each shape of `buckets`, with the precision of matrix products that holds when
+    this is made.
 
     `weights` may be arrays or shapes: shapes, dtypes and shardings are read, nothing is kept.
     """
@@ -157,7 +159,7 @@ class CompiledSteps:
 
     def warm_up(self, num_threads: int) -> None:
         """Start to compile every shape, in so many threads. From now on a shape that is not among them is late."""
-        self._to_come = {shape: Future() for shape in self._buckets.all_shapes()}
+        self._to_come = {shape: Future() for shape in self._all_shapes()}
         queue = deque(self._to_come.items())
         # Not an executor: those work off their queue before a program may end.
         self._threads = [
@@ -177,6 +179,9 @@ class CompiledSteps:
         """Run every program on a batch of nothing but padding, which touches no page but the null page; returns the
         pool. The first run of a program takes a fraction of a second longer than the others."""
         for shape, program in self._programs.items():
+            if isinstance(shape, int):
+                kv_pages = program(kv_pages, np.zeros((shape, 2), np.int32))
+                continue
             like = batch_like(shape, self._buckets, self._with_rope_lens)
             kv_pages, *_ = program(weights, kv_pages, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like))
         return jax.block_until_ready(kv_pages)
@@ -209,7 +214,7 @@ class CompiledSteps:
             future.set_exception(error)
             raise
 
-    def temporary_bytes(self, shape: Shape) -> int:
+    def temporary_bytes(self, shape: Step) -> int:
         """Memory that a step of this shape takes beside its arguments."""
         memory = self._lower(shape).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -219,20 +224,29 @@ class CompiledSteps:
         program = self._programs.get(shape) or self._program_to_come(shape)
         return program(weights, kv_pages, batch)
 
+    def copy_pages(self, kv_pages: Any, page_copies: Sequence[tuple[int, int]]) -> Any:
+        """The pool with these pages (source, target) copied."""
+        packed = pack_copies(page_copies, self._buckets)
+        program = self._programs.get(len(packed)) or self._program_to_come(len(packed))
+        return program(kv_pages, packed)
+
+    def _all_shapes(self) -> list[Shape]:
+        return [*self._buckets.all_shapes(), *self._buckets.copies]
+
     def _program_to_come(self, shape: Shape) -> Callable:
         future = self._to_come.get(shape)
         if future is not None:
             self._fulfil(shape, future)  # in front of the queue
             return future.result()
         if self._to_come:
-            what = f"a batch of {shape[0]} tokens in {shape[1]} rows was not compiled at warm-up"
+            batch = f"{shape} copies of pages" if isinstance(shape, int) else f"{shape[0]} tokens in {shape[1]} rows"
+            what = f"a batch of {batch} was not compiled at warm-up"
             if not self._allow_late:
                 raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
             log.warning("%s: compiling it now", what)
         return self._compile(shape)
 
     def _lower(self, shape: Shape):
-        batch = batch_like(shape, self._buckets, self._with_rope_lens)
         # Such settings hold for a thread: without this, a program would depend on which thread makes it.
         with (
             own_settings(),
@@ -241,6 +255,9 @@ class CompiledSteps:
             jax.default_matmul_precision(self._precision),
             jax.default_device(self._device or jax.config.jax_default_device),
         ):
+            if isinstance(shape, int):
+                return jitted_copy.lower(self._kv_pages, jax.ShapeDtypeStruct((shape, 2), np.int32), self._kernels)
+            batch = batch_like(shape, self._buckets, self._with_rope_lens)
             return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, self._kernels)
 
     def _compile(self, shape: Shape) -> Callable:

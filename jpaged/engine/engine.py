@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -84,7 +85,6 @@ class Engine:
         self.tokenizer = params.tokenizer
         # A tokenizer may know of end-of-turn tokens that the config does not name.
         self._eos_token_ids = frozenset(model.eos_token_ids) | getattr(self.tokenizer, "eos_token_ids", frozenset())
-        self.weights: Any = params.weights
         use_compilation_cache(config.compilation_cache_dir)
         self._compile_counter = compile_counter()
         compiles, began = self._compile_counter.compiles, time.perf_counter()
@@ -136,7 +136,10 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=longest,
             step_size=self._buckets.step_size,
+            prefix_caching=config.prefix_caching,
         )
+        self._leaves_seen: list[weakref.ref] = []
+        self.weights = params.weights
         self._steps = CompiledSteps(
             model,
             params.weights,
@@ -175,6 +178,21 @@ class Engine:
         self._names = itertools.count()
         self._in_flight: _Flight | None = None  # started before the step before it was read
 
+    @property
+    def weights(self) -> Any:
+        """What the next step computes with. Other arrays may take their place at any time, and empty the prefix cache
+        then; None lets go of them until the next ones come."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Any) -> None:
+        self._weights = weights
+        leaves = jax.tree.leaves(weights)
+        seen = self._leaves_seen
+        if leaves and not (len(seen) == len(leaves) and all(a() is b for a, b in zip(seen, leaves, strict=True))):
+            self._scheduler.forget()
+            self._leaves_seen = [weakref.ref(leaf) for leaf in leaves]
+
     def add_request(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
@@ -205,6 +223,8 @@ class Engine:
                 seed=_seed_of_sample(seed, index),
                 eos_token_ids=self._eos_token_ids,
                 max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
+                cache_salt=self._cache_salt(token_ids, sampling),
+                parent=group.samples[0].request if index else None,  # the prompt is computed once
             )
             group.samples.append(_Sample(request, self._detokenizer(token_ids, sampling), index, group))
         for sample in group.samples:
@@ -260,6 +280,8 @@ class Engine:
         with own_settings():
             if not self._kv_pages:
                 self._kv_pages = self._make_kv_pages()
+            if plan.page_copies:
+                self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
             self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
         return _Flight(plan._replace(rows=rows), batch, token_ids, logprobs)
 
@@ -274,6 +296,10 @@ class Engine:
         if not self._scheduler.has_unfinished:
             self._in_flight = None
         return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all pages that later requests could begin with. Those that run keep theirs."""
+        self._pool.forget()
 
     def wait_until_warm(self) -> None:
         """Return when every shape is compiled that `warm_up="background"` has under way."""
@@ -303,6 +329,12 @@ class Engine:
                 raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {vocab_size - 1}")
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
+
+    def _cache_salt(self, token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
+        """What must be equal, beside the tokens, for requests to share pages."""
+        # Rotations by the length of the prompt are those of prompts of this length alone.
+        length = len(token_ids) if self._with_rope_lens else 0
+        return f"{length} {sampling.cache_salt or ''}".encode()
 
     def _detokenizer(self, prompt_token_ids: list[int], sampling: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:
@@ -342,6 +374,7 @@ class Engine:
                 outputs=[CompletionOutput(s.index, s.request, s.detokenizer) for s in group.samples],
                 finished=not group.num_unfinished,
                 num_preemptions=sum(s.request.num_preemptions for s in group.samples),
+                num_cached_tokens=group.samples[0].request.num_cached_tokens or 0,
             )
             for group in groups.values()
         ]
@@ -356,10 +389,12 @@ class Engine:
         rows = self._in_flight.plan.rows if self._in_flight else ()
         being_written = sum(row.request.status is RequestStatus.RUNNING for row in rows)
         self.stats.record_kv(
-            num_tokens=self._scheduler.num_computed_tokens + being_written,
+            num_tokens=self._scheduler.num_held_tokens + being_written,
             num_slots=self._pool.num_used * self._pool.page_size,
         )
         self.stats.num_preemptions = self._scheduler.num_preemptions
+        self.stats.num_cached_tokens = self._scheduler.num_cached_tokens
+        self.stats.num_page_copies += len(flight.plan.page_copies)
         if self.config.check_integrity:
             self._scheduler.check()
 

@@ -63,7 +63,8 @@ class RequestOutput:
     aborted has no further outputs.
 
     prompt: the text that was given, or that the chat template made; None for token ids. num_preemptions: how often it
-    had to give way, all samples together.
+    had to give way, all samples together. num_cached_tokens: tokens of the prompt whose KV was found in the prefix
+    cache.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_preemptions: int
+    num_cached_tokens: int
 
     @property
     def latencies(self) -> list[Latencies]:

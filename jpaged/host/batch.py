@@ -105,6 +105,11 @@ class Buckets(NamedTuple):
         rest = sizes[bisect_left(sizes, num_tokens - filled)]
         return filled if filled + rest + STEP_COST < sizes[larger] else num_tokens
 
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Numbers of pages that may be copied before a step, at most one a row."""
+        return _capped([4**i for i in range(1, self.decode[-1].bit_length())], self.decode[-1])
+
     def all_shapes(self) -> list[tuple[int, int, bool]]:
         """Every (tokens, rows, whether a decode batch), for warm-up; the most used first."""
         return [(rows, rows, True) for rows in self.decode] + [(*shape, False) for shape in self.mixed]
@@ -149,6 +154,9 @@ def pack(
     page, offset = np.divmod(position, buckets.page_size)
     positions[:num_tokens] = position
     slot_mapping[:num_tokens] = block_tables[row_of_token, page] * buckets.page_size + offset
+    shared = np.array([request.num_shared_tokens for request in requests], np.int32)
+    if np.any(shared > starts):  # the KV of a token that is computed once more is there, maybe in a page of others
+        slot_mapping[:num_tokens][position < shared[row_of_token]] = 0
 
     rope_lens = None
     if with_rope_lens:
@@ -169,6 +177,13 @@ def pack(
         ),
         rows,
     )
+
+
+def pack_copies(page_copies: Sequence[tuple[int, int]], buckets: Buckets) -> np.ndarray:
+    """The pages to copy as int32 [C, 2], padded with copies of the null page to itself."""
+    packed = np.zeros((buckets.copies[bisect_left(buckets.copies, len(page_copies))], 2), np.int32)
+    packed[: len(page_copies)] = page_copies
+    return packed
 
 
 def _token_ids(rows: list[Row], num_tokens: int) -> list[int]:

@@ -23,6 +23,8 @@ class EngineStats:
     num_padded_tokens: int = 0  # tokens computed only to fill up a batch's shape
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # tokens that were not computed, as their KV was found in pages of others
+    num_page_copies: int = 0  # pages copied as two sequences went on differently in them
     num_compiles: int = 0
     kv_utilization_sum: float = 0.0
     kv_utilization_samples: int = 0

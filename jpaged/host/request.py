@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from time import perf_counter
 
 import numpy as np
@@ -21,8 +24,9 @@ class RequestStatus(enum.Enum):
 class Request:
     """What was asked, what has been generated, and what of it lies in KV memory.
 
-    The engine resolves `seed` (64 bits), `eos_token_ids` (the model's) and `max_tokens` (None means as many as fit).
-    The scheduler alone moves a request on; it calls the methods below. Times are `time.perf_counter()` seconds.
+    A fork begins with the tokens of its `parent`, and with its pages where it finds it running. The engine resolves
+    `seed` (64 bits), `eos_token_ids` (the model's) and `max_tokens` (None means as many as fit). The scheduler alone
+    moves a request on; it calls the methods below. Times are `time.perf_counter()` seconds.
     """
 
     request_id: str
@@ -32,6 +36,8 @@ class Request:
     eos_token_ids: frozenset[int]
     max_tokens: int
     arrival: float = field(default_factory=perf_counter)
+    cache_salt: bytes = b""  # pages are shared only with requests of the same salt
+    parent: Request | None = None  # until the fork is started
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -39,6 +45,11 @@ class Request:
     token_times: list[float] = field(default_factory=list)  # when each output token reached the host
     num_computed_tokens: int = 0  # tokens whose KV lies in `page_ids`
     page_ids: list[int] = field(default_factory=list)
+    num_shared_tokens: int = 0  # tokens at the front whose KV was there already: it is not to be written again
+    shares_tail: bool = False  # a fork began in the page that it writes next
+    num_published_pages: int = 0
+    is_stale: bool = False  # some of its KV is of other weights than the engine has now: nobody else may find it
+    num_cached_tokens: int | None = None  # found in the prefix cache when it was first started
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop id or stop string; None where an end-of-sequence id ended the text
@@ -46,6 +57,9 @@ class Request:
 
     ending_ids: frozenset[int] = field(init=False)  # ids that end the text, once min_tokens came before them
     num_prompt_tokens: int = field(init=False)
+    order: int = -1  # of arrival, which the scheduler counts
+    forks: list[Request] = field(default_factory=list)  # those that wait for its prompt to be computed
+    page_keys: list[bytes] = field(default_factory=list)  # of its full pages, as far as anybody asked
     block_table: np.ndarray | None = None  # `page_ids` as a padded int32 row, kept so that packing only copies it
     sampling_row: bytes = b""  # the row of `SamplingBatch`, filled by the first pack
 
@@ -68,6 +82,10 @@ class Request:
         return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
+    def has_computed_prompt(self) -> bool:
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+    @property
     def first_token_time(self) -> float | None:
         return self.token_times[0] if self.token_times else None
 
@@ -86,6 +104,16 @@ class Request:
         outputs = self.output_token_ids[max(start - shift, 0) : max(stop - shift, 0)]
         return self.prompt_token_ids[start:stop] + outputs if start < shift else outputs
 
+    def keys(self, start: int, page_size: int) -> Iterator[bytes]:
+        """The keys of its full pages from number `start` on: hashes of all tokens up to the end of a page."""
+        for page in range(start, self.num_tokens // page_size):
+            while len(self.page_keys) <= page:
+                begin = len(self.page_keys) * page_size
+                before = self.page_keys[-1] if self.page_keys else blake2b(self.cache_salt, digest_size=16).digest()
+                tokens = array("i", self.tokens(begin, begin + page_size)).tobytes()
+                self.page_keys.append(blake2b(before + tokens, digest_size=16).digest())
+            yield self.page_keys[page]
+
     def add_pages(self, page_ids: list[int], pages_per_seq: int) -> None:
         if self.block_table is None:
             self.block_table = np.zeros(pages_per_seq, np.int32)
@@ -96,8 +124,16 @@ class Request:
     def drop_pages(self) -> list[int]:
         """Forgets its pages and what was computed into them; returns them, for the pool."""
         page_ids, self.page_ids, self.block_table = self.page_ids, [], None
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_shared_tokens = self.num_published_pages = 0
+        self.is_stale = self.shares_tail = False
         return page_ids
+
+    def replace_page(self, index: int, page_id: int) -> int:
+        """Has `page_id` take the place of one of its pages; returns that one."""
+        assert self.block_table is not None
+        self.block_table[index] = page_id
+        before, self.page_ids[index] = self.page_ids[index], page_id
+        return before
 
     def append(self, token_id: int, logprob: float, now: float) -> None:
         self.output_token_ids.append(token_id)

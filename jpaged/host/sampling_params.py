@@ -28,6 +28,8 @@ class SamplingParams:
     logprobs: True returns the log-probability of each generated token under the unmodified logits (before temperature
         and filters).
     skip_special_tokens: leave special tokens, such as the end of sequence, out of the text.
+    cache_salt: text; KV is shared only between requests of the same salt. Where users must not learn from how soon an
+        answer comes what others have asked, each has a salt.
 
     Raises ValueError naming the parameter, its value and its range.
     """
@@ -46,6 +48,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self):
         def fail(name: str, rule: str):
@@ -87,6 +90,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 fail(name, "True or False")
 
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            fail("cache_salt", "text or None")
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in stop):
             fail("stop", "a non-empty string or a list of them")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -26,17 +27,28 @@ class Row(NamedTuple):
         return self.start + self.num_tokens == self.request.num_tokens
 
 
+BY_ARRIVAL = attrgetter("order")
+
+
 class BatchPlan(NamedTuple):
     rows: list[Row]
     num_tokens: int
+    # (source, target): pages to be copied before the rows are computed, all at once. No target is a source too.
+    page_copies: list[tuple[int, int]]
 
 
 class Scheduler:
     """First come, first served, over one pool of pages; no prefill phase and no decode phase.
 
-    Running requests followed by waiting ones are always in the order of arrival: whoever is preempted came last among
-    the running and goes to the front of the waiting. As the pool holds a request of `max_model_len` tokens, the oldest
-    request is never preempted for want of pages and advances in each step; so every request ends.
+    Running requests are in the order of their arrival, and so are waiting ones: whoever is preempted came last among
+    the running, and the first of the waiting is started before all others. As the pool holds a request of
+    `max_model_len` tokens, the oldest running request is never preempted for want of pages and advances in each step;
+    so every request ends.
+
+    Pages are shared in two ways. Full pages are published under a key for all tokens up to their end, and a request
+    begins with the pages that are published for its own tokens (`prefix_caching`). A fork begins with all pages of the
+    request that it branches off, if that one is running; whoever writes first into a page that others hold too writes
+    into a copy.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         step_size: Callable[[int], int] | None = None,
+        prefix_caching: bool = True,
     ):
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -67,10 +80,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
+        self._prefix_caching = prefix_caching
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # that were not computed, as their KV was there
         self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._num_arrivals = 0
+        self._copies: list[tuple[int, int]] = []  # of the step that is being planned
 
     @property
     def has_unfinished(self) -> bool:
@@ -82,12 +99,22 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        return len(self._requests) - len(self.running)
 
     @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV is held, of all requests together."""
-        return sum(request.num_computed_tokens for request in self.running)
+    def num_held_tokens(self) -> int:
+        """Tokens whose KV is held, those that requests share counted once."""
+        size, seen = self.pool.page_size, set()
+        empty = 0
+        for request in self.running:
+            full = request.num_computed_tokens // size
+            for index in range(full, len(request.page_ids)):
+                page_id = request.page_ids[index]
+                # Of those that share a page, one may have gone on in it: then the others are about to leave it.
+                if page_id not in seen:
+                    empty += size - (request.num_computed_tokens - full * size if index == full else 0)
+                    seen.add(page_id)
+        return self.pool.num_used * size - empty
 
     def add(self, request: Request) -> None:
         if request.request_id in self._requests:
@@ -98,7 +125,13 @@ class Scheduler:
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        request.order = self._num_arrivals
+        self._num_arrivals += 1
+        parent = request.parent
+        if parent is not None and parent.request_id in self._requests and not parent.has_computed_prompt:
+            parent.forks.append(request)
+        else:
+            self.waiting.append(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request now, between any two calls; None if there is no such unfinished request."""
@@ -110,6 +143,8 @@ class Scheduler:
     def schedule(self) -> BatchPlan | None:
         """Shares out a step's tokens; None if there is nothing to do."""
         rows, budget, preemptions_before = [], self.max_num_batched_tokens, self.num_preemptions
+        page_size = self.pool.page_size
+        self._copies = []
 
         # Every running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt, a
         # chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
@@ -117,27 +152,40 @@ class Scheduler:
             if not budget or request.status is not RequestStatus.RUNNING:
                 break  # once preempted, as are all that came after it
             start = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - start, budget)
-            if not self._make_room(request, start + num_tokens):
-                break
+            num_tokens = request.num_tokens - start
+            if num_tokens >= page_size and self._find_more(request):
+                start = request.num_computed_tokens
+                num_tokens = request.num_tokens - start
+            num_tokens = min(num_tokens, budget)
+            if request.shares_tail or start + num_tokens > len(request.page_ids) * page_size:
+                if not self._make_room(request, start, start + num_tokens):
+                    break
             rows.append(Row(request, start, num_tokens))
             budget -= num_tokens
 
         # Then the waiting ones, strictly in order. All its present tokens must find free pages, or a request would
         # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet.
+        copies_to_come = 0
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if self.num_preemptions > preemptions_before or not self._fits(request):
+            page_ids, num_shared = self._inheritance(request)
+            copies_to_come += num_shared % page_size > 0  # now, or with the first token that it draws
+            missing = self.pool.pages_for(request.num_tokens) - len(page_ids) + self.pool.num_idle(page_ids)
+            if self.num_preemptions > preemptions_before or missing + copies_to_come > self.pool.num_free:
                 break
-            num_tokens = min(request.num_tokens, budget)
-            self._start(self.waiting.popleft(), num_tokens)
-            rows.append(Row(request, 0, num_tokens))
+            start = self._start(request, page_ids, num_shared)
+            num_tokens = min(request.num_tokens - start, budget)
+            if not self._hold(request, start, start + num_tokens):
+                self._stop(request)  # the free pages are being copied
+                break
+            request.parent = None
+            rows.append(Row(request, start, num_tokens))
             budget -= num_tokens
 
         num_tokens = self.max_num_batched_tokens - budget
         if self._step_size is not None and num_tokens > len(rows):
             rows, num_tokens = self._cut(rows, num_tokens)
-        return BatchPlan(rows, num_tokens) if rows else None
+        return BatchPlan(rows, num_tokens, self._copies) if rows else None
 
     def ahead(self, plan: BatchPlan) -> BatchPlan | None:
         """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
@@ -145,18 +193,22 @@ class Scheduler:
         one may start, or pages are short. (A request that ends unforeseen, at a stop token, wastes its row of it.)"""
         if len(plan.rows) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
             return None
-        missing = 0
+        missing, page_size = 0, self.pool.page_size
         for request, start, _ in plan.rows:
             if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
                 return None
             if request.num_left(self.max_model_len) < 2:
                 return None
-            missing += start + 2 > len(request.page_ids) * self.pool.page_size
+            if request.shares_tail and self._page_to_copy(request, start + 1, start + 2) is not None:
+                return None
+            missing += start + 2 > len(request.page_ids) * page_size
         if missing > self.pool.num_free:
             return None
-        for request, start, _ in plan.rows:
-            self._hold(request, start + 2)
-        return BatchPlan([Row(request, start + 1, 1) for request, start, _ in plan.rows], len(plan.rows))
+        if missing:
+            for request, start, _ in plan.rows:
+                self._hold(request, start + 1, start + 2)
+        rows = [Row(request, start + 1, 1) for request, start, _ in plan.rows]
+        return BatchPlan(rows, len(rows), [])
 
     def update(self, plan: BatchPlan, sampled_tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
         """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token.
@@ -164,7 +216,7 @@ class Scheduler:
         Rows of requests that were aborted since, or lost their pages, are skipped: `sampled_tokens` may be longer than
         the plan (padding), and holds nothing of use for rows that did not reach their request's last token.
         """
-        now, gained = perf_counter(), []
+        now, gained, page_size = perf_counter(), [], self.pool.page_size
         tokens, logprobs = np.asarray(sampled_tokens).tolist(), np.asarray(logprobs).tolist()
         assert len(tokens) >= len(plan.rows), f"{len(tokens)} sampled tokens for {len(plan.rows)} rows"
         for row, token_id, logprob in zip(plan.rows, tokens, logprobs, strict=False):
@@ -173,6 +225,10 @@ class Scheduler:
                 continue
             samples = row.samples
             request.num_computed_tokens = start + num_tokens
+            if self._prefix_caching and start + num_tokens >= (request.num_published_pages + 1) * page_size:
+                self._publish(request)
+            if request.forks and request.has_computed_prompt:
+                self._release_forks(request)
             if samples:
                 request.append(token_id, logprob, now)
                 gained.append(request)
@@ -186,7 +242,8 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.FINISHED:
             return
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        self._place_of(request).remove(request)
+        self._release_forks(request)  # they begin on their own
         del self._requests[request.request_id]
         self.pool.release(request.drop_pages())
         request.status = RequestStatus.FINISHED
@@ -202,7 +259,14 @@ class Scheduler:
                 self.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.drop_pages()
-        self.running, self.waiting = [], deque(self._requests.values())
+            request.parent, request.forks = None, []
+        self.running, self.waiting = [], list(self._requests.values())
+
+    def forget(self) -> None:
+        """Empties the prefix cache, as the weights are others now. What is running goes on with the KV it has."""
+        self.pool.forget()
+        for request in self.running:
+            request.is_stale = True
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
@@ -211,13 +275,19 @@ class Scheduler:
             num_pages, num_computed = len(request.page_ids), request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
             assert num_computed <= num_pages * self.pool.page_size, f"{request.request_id} has outgrown its pages"
+            assert request.num_shared_tokens <= num_computed + 1, f"{request.request_id} knows nothing of its KV"
             assert request.block_table is not None
             assert request.block_table.tolist() == request.page_ids + [0] * (self._pages_per_seq - num_pages)
-        for request in self.waiting:
+            assert not (request.forks and request.has_computed_prompt), f"{request.request_id} holds up its forks"
+        attached = [fork for request in self._requests.values() for fork in request.forks]
+        for request in [*self.waiting, *attached]:
             assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
             assert not request.page_ids, f"{request.request_id} holds pages while it waits"
             assert request.num_computed_tokens == 0, f"{request.request_id} has computed tokens without pages"
-        assert list(self._requests.values()) == [*self.running, *self.waiting], "not in the order of arrival"
+        for requests in (self.running, self.waiting):
+            assert requests == sorted(requests, key=BY_ARRIVAL), "not in the order of arrival"
+        known = sorted([*self.running, *self.waiting, *attached], key=BY_ARRIVAL)
+        assert known == list(self._requests.values()), "a request is lost or known twice"
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
@@ -235,39 +305,146 @@ class Scheduler:
                 break
         return rows, num_tokens
 
-    def _fits(self, request: Request) -> bool:
-        return self.pool.pages_for(request.num_tokens) <= self.pool.num_free
+    def _inheritance(self, request: Request) -> tuple[list[int], int]:
+        """Pages that hold the first tokens of a request which is to start, and how many tokens they hold."""
+        parent = request.parent
+        if parent is not None and parent.status is RequestStatus.RUNNING and parent.has_computed_prompt:
+            num_tokens = min(parent.num_computed_tokens, request.num_tokens)
+            return parent.page_ids[: self.pool.pages_for(num_tokens)], num_tokens
+        page_ids = self._found(request)
+        return page_ids, len(page_ids) * self.pool.page_size
 
-    def _hold(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request the pages that its first `num_tokens` tokens lack; False if so many are not free."""
-        missing = num_tokens - len(request.page_ids) * self.pool.page_size
-        if missing <= 0:
-            return True
-        page_ids = self.pool.acquire(self.pool.pages_for(missing))
-        if page_ids is None:
+    def _found(self, request: Request) -> list[int]:
+        """Published pages of its tokens, from those on that it holds no page for."""
+        if not self._prefix_caching or request.is_stale:
+            return []
+        return self.pool.match(request.keys(len(request.page_ids), self.pool.page_size))
+
+    def _start(self, request: Request, page_ids: list[int], num_shared: int) -> int:
+        """Has a request run with these pages for its first `num_shared` tokens; returns where it goes on."""
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=BY_ARRIVAL)
+        if request.parent is not None and page_ids:
+            request.is_stale = request.parent.is_stale
+            if num_shared % self.pool.page_size:
+                request.shares_tail = request.parent.shares_tail = True
+        self._share(request, page_ids, num_shared)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_shared
+        return request.num_computed_tokens
+
+    def _share(self, request: Request, page_ids: list[int], num_shared: int) -> None:
+        """Gives a request further pages, filled up to its token `num_shared`. If that is all it has, the last token is
+        computed once more, for what it predicts."""
+        self.pool.fork(page_ids)
+        request.add_pages(page_ids, self._pages_per_seq)
+        computed = request.num_computed_tokens
+        request.num_computed_tokens = min(num_shared, request.num_tokens - 1)
+        request.num_shared_tokens = num_shared
+        request.num_published_pages = num_shared // self.pool.page_size
+        self.num_cached_tokens += request.num_computed_tokens - computed
+        if request.has_computed_prompt:
+            self._release_forks(request)
+
+    def _find_more(self, request: Request) -> bool:
+        """Whether a request whose pages are full goes on with some that others have published since it was started."""
+        if request.num_computed_tokens < len(request.page_ids) * self.pool.page_size:
             return False
+        page_ids = self._found(request)
+        self._share(request, page_ids, (len(request.page_ids) + len(page_ids)) * self.pool.page_size)
+        return bool(page_ids)
+
+    def _publish(self, request: Request) -> None:
+        """Lets others find the pages that are full now: their tokens are computed, and the request has not ended."""
+        num_full = request.num_computed_tokens // self.pool.page_size
+        if not request.is_stale:
+            first = request.num_published_pages
+            keys = request.keys(first, self.pool.page_size)
+            for page_id, key in zip(request.page_ids[first:num_full], keys, strict=False):
+                self.pool.publish(page_id, key)
+            request.num_published_pages = num_full
+
+    def _release_forks(self, request: Request) -> None:
+        """Has the forks that waited for a request wait for their turn."""
+        for fork in request.forks:
+            insort(self.waiting, fork, key=BY_ARRIVAL)
+        request.forks = []
+
+    def _place_of(self, request: Request) -> list[Request]:
+        if request.status is RequestStatus.RUNNING:
+            return self.running
+        parent = request.parent
+        return parent.forks if parent is not None and request in parent.forks else self.waiting
+
+    def _page_to_copy(self, request: Request, start: int, end: int) -> int | None:
+        """Which of its pages a request must not write into for its tokens start .. end - 1, if any."""
+        start = max(start, request.num_shared_tokens)
+        index = start // self.pool.page_size
+        if not request.shares_tail or start >= end:
+            return None
+        if index < len(request.page_ids) and self.pool.is_read_only(request.page_ids[index]):
+            return index  # what follows it, if anything, is its own
+        request.shares_tail = False
+        return None
+
+    def _num_missing(self, request: Request, start: int, end: int) -> int:
+        """Pages that a request lacks to have its tokens start .. end - 1 written."""
+        missing = max(self.pool.pages_for(end) - len(request.page_ids), 0)
+        return missing + (self._page_to_copy(request, start, end) is not None)
+
+    def _hold(self, request: Request, start: int, end: int) -> bool:
+        """Gives a request the pages that it lacks for its tokens start .. end - 1; False if so many are not free."""
+        missing = self._num_missing(request, start, end)
+        if not missing:
+            return True
+        if missing > self.pool.num_free:
+            return False
+        index = self._page_to_copy(request, start, end)
+        if index is not None and not self._copy(request, index):
+            return False
+        page_ids = self.pool.acquire(missing - (index is not None))
+        assert page_ids is not None
         request.add_pages(page_ids, self._pages_per_seq)
         return True
 
-    def _make_room(self, request: Request, num_tokens: int) -> bool:
+    def _copy(self, request: Request, index: int) -> bool:
+        """Gives a request a page of its own for one that it shares; False if there is none."""
+        # All copies of a step are made at once: none may write what another reads. A page that one reads may be free by
+        # now, if its holder was preempted.
+        sources = {source for source, _ in self._copies}
+        set_aside: list[int] = []
+        while (acquired := self.pool.acquire(1)) and acquired[0] in sources:
+            set_aside += acquired
+        self.pool.release(set_aside)
+        if acquired is None:
+            return False
+        page_id = request.replace_page(index, acquired[0])
+        request.shares_tail = False
+        # A copy that is only being made is no source either.
+        source = next((source for source, target in self._copies if target == page_id), page_id)
+        self._copies.append((source, acquired[0]))
+        self.pool.release([page_id])
+        return True
+
+    def _make_room(self, request: Request, start: int, end: int) -> bool:
         """As `_hold`, at the cost of those that came last; False if it was the last itself and is preempted now."""
-        while not self._hold(request, num_tokens):
+        while not self._hold(request, start, end):
             if self._preempt_last() is request:
                 return False
         return True
 
-    def _start(self, request: Request, num_tokens: int) -> None:
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
-        held = self._hold(request, num_tokens)
-        assert held, f"{request.request_id} was started without pages for it"
-
     def _preempt_last(self) -> Request:
         """Stops the request that came last; it will compute its prompt and its output so far again."""
-        request = self.running.pop()
-        self.pool.release(request.drop_pages())
-        request.status = RequestStatus.WAITING
+        request = self.running[-1]
+        self._stop(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
         return request
+
+    def _stop(self, request: Request) -> None:
+        """Has a running request wait, without its pages."""
+        self.running.remove(request)
+        self.pool.release(request.drop_pages())
+        request.status = RequestStatus.WAITING
+        insort(self.waiting, request, key=BY_ARRIVAL)

@@ -102,7 +102,7 @@ def test_after_an_interruption_anywhere_the_engine_goes_on_with_the_right_tokens
     if "." in place:
         owner, name = getattr(engine, place.split(".")[0]), place.split(".")[1]
     if place == "_make_kv_pages":  # it is called after an error
-        monkeypatch.setattr(engine, "_kv_pages", ())
+        engine._start_over()
     for prompt in prompts:
         engine.add_request(prompt, support.GREEDY)
     with monkeypatch.context() as patch:
@@ -244,9 +244,10 @@ def test_outputs_are_snapshots(engine):
         assert sample.token_ids == final.token_ids[: i + 1]
         assert sample.logprobs == final.logprobs[: i + 1]
         assert sample.cumulative_logprob == pytest.approx(sum(sample.logprobs))
-        assert output.finished == (i == 7) and sample.finish_reason == ("length" if i == 7 else None)
-        assert len(output.latencies[0].itl) == i
-        assert (output.latencies[0].e2e_latency is not None) == output.finished
+        assert sample.finish_reason == ("length" if i >= 7 else None)
+        assert output.finished == (i == 8)  # the second sample begins a step later, when the prompt is computed
+        assert len(output.latencies[0].itl) == min(i, 7)
+        assert (output.latencies[0].e2e_latency is not None) == (i >= 7)
 
 
 def test_what_a_caller_does_to_an_output_or_prompt_does_not_reach_the_engine(engine):

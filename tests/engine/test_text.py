@@ -135,7 +135,7 @@ def test_requests_with_their_own_stops_share_a_batch_and_a_small_pool(parrot):
     prompt = parrot.tokenizer.encode("tell me, please, ")
     before = parrot.stats.num_preemptions
     with support.small_pool(parrot, 16):
-        outputs = support.serve(parrot, [(prompt * 4)[:20]] * 6, sampling)
+        outputs = support.serve(parrot, [(prompt * 4)[i : 20 + i] for i in range(6)], sampling)
     cut = [NUMBERS.split(stop)[0] if stop else NUMBERS for stop in (None, "three", "HERE", "five", None, "one")]
     assert [output.outputs[0].text for output in outputs] == cut
     assert parrot.stats.num_preemptions > before

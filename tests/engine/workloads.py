@@ -19,6 +19,7 @@ SHAPES = (
     {"page_size": 16, "num_pages": 33, "max_num_seqs": 8, "max_num_batched_tokens": 32},
 )
 MAX_MODEL_LEN = 64
+COMMON = tuple((31 * i * i + 5) % VOCAB_SIZE for i in range(45))  # what prompts may begin with
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,16 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
         max_tokens = integer(1, 24)
         start, stride = integer(0, VOCAB_SIZE - 1), integer(1, 60)
         prompt = tuple((start + stride * i * i) % VOCAB_SIZE for i in range(integer(1, 45)))
+        if chance(50):
+            common = integer(0, len(prompt))
+            prompt = COMMON[:common] + prompt[common:]
         sampling = SamplingParams(
             temperature=integer(0, 3) / 2,
             top_k=integer(0, 1) * integer(1, 40),
             top_p=integer(5, 10) / 10,
             min_p=integer(0, 2) / 20,
             seed=integer(0, 2**64 - 1),
-            n=2 if chance(15) else 1,
+            n=integer(2, 3) if chance(25) else 1,
             max_tokens=max_tokens,
             min_tokens=integer(0, max_tokens) if chance(20) else 0,
             stop_token_ids=[integer(0, VOCAB_SIZE - 1) for _ in range(5)] if chance(30) else None,

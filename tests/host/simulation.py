@@ -1,5 +1,5 @@
 """A model of the whole engine without a device: random workloads, a numpy stand-in for `step`, and the property that
-any pool, any budget, any order of arrival and any abort give every request the tokens it gets alone.
+any pool, any budget, any order of arrival, any sharing and any abort give every request the tokens it gets alone.
 
 The stand-in reads nothing but the packed `Batch`. Like a transformer of two layers it writes a value for each token
 into its slot, reads the history back through block tables and context lengths, writes what it made of it into a second
@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,14 @@ class FakeDevice:
         stale = np.random.default_rng(0).integers(1, 2**63, (2, num_pages * page_size), np.uint64)
         self.first_layer, self.second_layer = stale
 
+    def copy(self, page_copies: list[tuple[int, int]]) -> None:
+        sources, targets = zip(*page_copies, strict=True)
+        assert len(set(targets)) == len(targets), "a page is the target of two copies"
+        assert not set(sources) & set(targets), "a page is written by one copy and read by another"
+        for layer in (self.first_layer, self.second_layer):
+            pages = layer.reshape(-1, self.page_size)
+            pages[list(targets)] = pages[list(sources)]
+
     def step(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         num_rows = len(batch.context_lens)
         query_starts = np.arange(num_rows + 1) if batch.query_starts is None else batch.query_starts
@@ -85,15 +94,19 @@ class FakeDevice:
 
 @dataclass
 class Arrival:
-    """A request of a workload: when it comes, and when, if ever, it is aborted."""
+    """A request of a workload: when it comes, into how many it forks and when, and when, if ever, one is aborted."""
 
     prompt: list[int]
     sampling: SamplingParams
     seed: int
     max_tokens: int
     step: int
+    n: int  # requests that begin with this prompt
+    fork_step: int | None  # when one more branches off
+    fork_sample: int  # which of them
     abort_step: int | None
-    abort_in_flight: bool  # between schedule() and update()
+    abort_sample: int
+    in_flight: bool  # forks and aborts come between schedule() and update()
 
 
 @dataclass
@@ -105,6 +118,7 @@ class Workload:
     max_model_len: int
     ahead: bool  # whether a decode step starts before the one before it is read
     cuts: bool  # whether steps leave a third of their tokens to the next one
+    prefix_caching: bool
     arrivals: list[Arrival]
 
 
@@ -117,6 +131,7 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
     page_size = (1, 2, 3, 4, 8, 16)[integer(0, 5)]
     max_model_len = integer(2, MAX_LEN)
     arrivals = []
+    common = [integer(0, VOCAB_SIZE - 1) for _ in range(max_model_len)]
     for _ in range(integer(1, 9)):
         max_tokens = integer(1, max_model_len)
         sampling = SamplingParams(
@@ -130,9 +145,15 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
             ignore_eos=chance(60),
         )
         prompt = [integer(0, VOCAB_SIZE - 1) for _ in range(integer(1, max_model_len - 1))]
+        if chance(50):
+            begin = integer(0, len(prompt))
+            prompt[:begin] = common[:begin]
         step = integer(0, 12)
+        n = integer(2, 4) if chance(30) else 1
+        fork_step = step + integer(0, 12) if chance(30) else None
         abort_step = step + integer(0, 12) if chance(20) else None
-        arrivals.append(Arrival(prompt, sampling, integer(0, MASK), max_tokens, step, abort_step, chance(50)))
+        times = step, n, fork_step, integer(0, n - 1), abort_step, integer(0, n - 1), chance(50)
+        arrivals.append(Arrival(prompt, sampling, integer(0, MASK), max_tokens, *times))
     return Workload(
         page_size=page_size,
         num_pages=1 + -(-max_model_len // page_size) + (integer(0, 8) if chance(80) else 100),
@@ -141,14 +162,31 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
         max_model_len=max_model_len,
         ahead=chance(50),
         cuts=chance(30),
+        prefix_caching=chance(70),
         arrivals=arrivals,
     )
 
 
-def alone(arrival: Arrival, max_model_len: int) -> tuple[list[int], list[float], str, int | None]:
+class Asked(NamedTuple):
+    """What is asked of one request. A fork has begun with the tokens and log-probabilities of another."""
+
+    arrival: Arrival
+    seed: int
+    begun: tuple[list[int], list[float]] = ([], [])
+
+    def request(self, name: str, parent: Request | None = None) -> Request:
+        asked = self.arrival.prompt, self.arrival.sampling, self.seed, EOS, self.arrival.max_tokens
+        tokens, logprobs = map(list, self.begun)
+        return Request(name, *asked, parent=parent, output_token_ids=tokens, output_logprobs=logprobs)
+
+
+def alone(asked: Asked, max_model_len: int) -> tuple[list[int], list[float], str, int | None]:
     """What a request must generate, from its definition alone: tokens, log-probabilities, finish and stop reason."""
-    sampling, tokens = arrival.sampling, list(arrival.prompt)
-    outputs, logprobs, first_state, second_state = [], [], 0, 0
+    arrival = asked.arrival
+    sampling = arrival.sampling
+    outputs, logprobs = map(list, asked.begun)
+    tokens = arrival.prompt + outputs
+    first_state = second_state = 0
     ending_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else EOS)
     at = 0
     while True:
@@ -158,7 +196,7 @@ def alone(arrival: Arrival, max_model_len: int) -> tuple[list[int], list[float],
             at += 1
         constants = sampling.temperature, max(sampling.top_k, 0), sampling.top_p, sampling.min_p
         banned = ending_ids if len(outputs) < sampling.min_tokens else ()
-        token, logprob = draw(second_state, *constants, arrival.seed >> 32, arrival.seed & 0xFFFFFFFF, banned)
+        token, logprob = draw(second_state, *constants, asked.seed >> 32, asked.seed & 0xFFFFFFFF, banned)
         tokens.append(token)
         outputs.append(token)
         logprobs.append(logprob)
@@ -178,20 +216,36 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
         max_num_batched_tokens=limits[1],
         max_model_len=workload.max_model_len,
         step_size=(lambda num_tokens: -(-2 * num_tokens // 3)) if workload.cuts else None,
+        prefix_caching=workload.prefix_caching,
     )
     buckets = Buckets.make(*limits, workload.page_size)
     device = FakeDevice(workload.num_pages, workload.page_size)
-    requests, tokens_when_aborted = {}, {}
+    asked: dict[str, Asked] = {}
+    requests: dict[str, Request] = {}
+    tokens_when_aborted: dict[str, list[int]] = {}
 
-    def abort(step: int, in_flight: bool) -> None:
+    def add(name: str, what: Asked, parent: Request | None = None) -> None:
+        asked[name], requests[name] = what, what.request(name, parent)
+        scheduler.add(requests[name])
+
+    def change(step: int, in_flight: bool) -> None:
         for index, arrival in enumerate(workload.arrivals):
-            if arrival.abort_step == step and arrival.abort_in_flight == in_flight and scheduler.abort(str(index)):
-                tokens_when_aborted[index] = list(requests[index].output_token_ids)
+            if arrival.in_flight != in_flight:
+                continue
+            parent = requests.get(f"{index}/{arrival.fork_sample}")
+            if arrival.fork_step == step and parent is not None and parent.status is not RequestStatus.FINISHED:
+                begun = list(parent.output_token_ids), list(parent.output_logprobs)
+                add(f"{index}/fork", Asked(arrival, arrival.seed ^ 1 << 40, begun), parent)
+            name = f"{index}/{arrival.abort_sample}"
+            if arrival.abort_step == step and scheduler.abort(name):
+                tokens_when_aborted[name] = list(requests[name].output_token_ids)
         if check_accounts:
             scheduler.check()
 
-    # The oldest request advances in each step, and none computes more tokens than this while it is the oldest.
-    most_steps = sum(min(len(one.prompt) + one.max_tokens, workload.max_model_len) for one in workload.arrivals)
+    # The oldest running request advances in each step, and none computes more tokens than this while it is the oldest.
+    most_steps = sum(
+        (one.n + 1) * min(len(one.prompt) + one.max_tokens, workload.max_model_len) for one in workload.arrivals
+    )
     num_steps, step = 0, -1
     in_flight = None  # (plan, batch, sampled, logprobs) of a step that was started ahead
 
@@ -207,16 +261,18 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
         assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"
         if token_ids is not None:
             batch = batch._replace(token_ids=np.asarray(token_ids, np.int32))
+        if plan.page_copies:
+            batch_module.pack_copies(plan.page_copies, buckets)
+            device.copy(plan.page_copies)
         return plan._replace(rows=rows), batch, *device.step(batch)
 
-    while scheduler.has_unfinished or step < 12:
+    while scheduler.has_unfinished or step < 24:
         step += 1
         for index, arrival in enumerate(workload.arrivals):
             if arrival.step == step:
-                asked = arrival.prompt, arrival.sampling, arrival.seed, EOS, arrival.max_tokens
-                requests[index] = Request(str(index), *asked)
-                scheduler.add(requests[index])
-        abort(step, in_flight=False)
+                for i in range(arrival.n):
+                    add(f"{index}/{i}", Asked(arrival, arrival.seed ^ i), requests.get(f"{index}/0"))
+        change(step, in_flight=False)
         flight, in_flight = in_flight, None
         if flight is None:
             plan = scheduler.schedule()
@@ -229,16 +285,16 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
         assert num_steps <= most_steps, "no progress"
         if workload.ahead and batch.query_starts is None:
             in_flight = launch(scheduler.ahead(plan), sampled)
-        abort(step, in_flight=True)
+        change(step, in_flight=True)
         scheduler.update(plan, sampled, logprobs)
         if check_accounts:
             scheduler.check()
 
-    for index, request in requests.items():
-        tokens, logprobs, finish_reason, stop_reason = alone(workload.arrivals[index], workload.max_model_len)
+    for name, request in requests.items():
+        tokens, logprobs, finish_reason, stop_reason = alone(asked[name], workload.max_model_len)
         assert request.status is RequestStatus.FINISHED
-        if index in tokens_when_aborted:
-            assert request.output_token_ids == tokens_when_aborted[index], "tokens came after the abort"
+        if name in tokens_when_aborted:
+            assert request.output_token_ids == tokens_when_aborted[name], "tokens came after the abort"
             assert request.output_token_ids == tokens[: len(request.output_token_ids)]
             assert request.finish_reason == "abort"
         else:

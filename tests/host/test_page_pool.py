@@ -29,7 +29,7 @@ def test_a_released_page_is_handed_out_again():
 def test_a_shared_page_is_free_only_when_its_last_reference_is_released():
     pool = PagePool(num_pages=3, page_size=4)
     page_ids = pool.acquire(2)
-    pool.share(page_ids[:1])
+    pool.fork(page_ids[:1])
     pool.check([page_ids, page_ids[:1]])
     pool.release(page_ids)
     assert pool.num_free == 1
@@ -55,7 +55,7 @@ def test_a_page_released_twice_is_refused():
 def test_a_page_that_nobody_holds_cannot_be_shared():
     pool = PagePool(num_pages=3, page_size=4)
     with pytest.raises(AssertionError, match="page 1 is shared, but nobody holds it"):
-        pool.share([1])
+        pool.fork([1])
 
 
 def test_check_finds_a_page_that_is_held_but_not_counted():
@@ -102,7 +102,7 @@ def test_a_pool_without_a_usable_page_is_refused(num_pages, page_size, name):
         PagePool(num_pages, page_size)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["acquire", "share", "release"]), st.integers(0, 6)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["acquire", "fork", "release"]), st.integers(0, 6)), max_size=40))
 def test_the_accounts_stay_right_through_any_sequence_of_calls(calls):
     pool, tables = PagePool(num_pages=8, page_size=1), []
     for call, number in calls:
@@ -112,9 +112,9 @@ def test_the_accounts_stay_right_through_any_sequence_of_calls(calls):
             assert (page_ids is None) == (number > free)
             if page_ids is not None:
                 tables.append(page_ids)
-        elif tables and call == "share":
+        elif tables and call == "fork":
             tables.append(list(tables[number % len(tables)]))
-            pool.share(tables[-1])
+            pool.fork(tables[-1])
         elif tables:
             pool.release(tables.pop(number % len(tables)))
         pool.check(tables)

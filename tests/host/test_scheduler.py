@@ -16,6 +16,7 @@ def make_scheduler(num_pages=100, page_size=4, max_num_seqs=8, max_num_batched_t
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        prefix_caching=False,  # what it does: test_sharing.py
     )
 
 
@@ -206,7 +207,7 @@ def test_a_page_is_taken_only_when_a_token_needs_it():
         step(scheduler)
         held.append(len(request.page_ids))
     assert held == [1, 1, 2, 2, 2, 2, 3]  # 3 4 5 6 7 8 9 tokens computed
-    assert scheduler.num_computed_tokens == 9
+    assert scheduler.num_held_tokens == 9
 
 
 def test_the_block_table_lists_the_pages_and_is_padded_with_the_null_page():

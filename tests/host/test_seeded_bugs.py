@@ -94,7 +94,7 @@ def a_preempted_request_goes_to_the_end_of_the_queue(patch):
 
     def sent_back(self):
         request = preempt(self)
-        self.waiting.rotate(-1)
+        self.waiting.append(self.waiting.pop(0))
         return request
 
     patch.setattr(Scheduler, "_preempt_last", sent_back)
@@ -111,15 +111,6 @@ def a_page_is_handed_out_twice(patch):
         return page_ids
 
     patch.setattr(PagePool, "acquire", careless)
-
-
-@bug(TOKENS)
-def a_preempted_request_keeps_num_computed_tokens(patch):
-    def drop_pages(self):
-        page_ids, self.page_ids, self.block_table = self.page_ids, [], None
-        return page_ids
-
-    patch.setattr(Request, "drop_pages", drop_pages)
 
 
 @bug(TOKENS)
@@ -257,7 +248,7 @@ def a_step_ahead_forgets_its_page(patch):
     hold, ahead = Scheduler._hold, Scheduler.ahead
 
     def careless(self, plan):
-        patch.setattr(Scheduler, "_hold", lambda self, request, num_tokens: True)
+        patch.setattr(Scheduler, "_hold", lambda self, request, start, end: True)
         planned = ahead(self, plan)
         patch.setattr(Scheduler, "_hold", hold)
         return planned
@@ -283,12 +274,114 @@ def max_tokens_is_one_too_many(patch):
     patch.setattr(Request, "end", late)
 
 
-def failure(check_accounts: bool) -> AssertionError | None:
+# Sharing
+
+
+@bug(TOKENS)
+def a_shared_page_is_written_without_a_copy(patch):
+    patch.setattr(PagePool, "is_read_only", lambda self, page_id: False)
+
+
+@bug(TOKENS)
+def a_published_page_is_written_by_its_last_holder(patch):
+    patch.setattr(PagePool, "is_read_only", lambda self, page_id: self._references[page_id] > 1)
+
+
+@bug(TOKENS)
+def a_page_is_replaced_and_not_copied(patch):
+    patch.setattr(simulation.FakeDevice, "copy", lambda self, page_copies: None)
+
+
+@bug(TOKENS)
+def another_page_is_copied(patch):
+    copy = simulation.FakeDevice.copy
+    patch.setattr(simulation.FakeDevice, "copy", lambda self, pairs: copy(self, [(s - 1, t) for s, t in pairs]))
+
+
+@bug(TOKENS)
+def a_copied_page_stays_in_the_table(patch):
+    patch.setattr(Request, "replace_page", lambda self, index, page_id: self.page_ids[index])
+
+
+@bug(TOKENS)
+def a_key_tells_only_the_tokens_of_its_page(patch):
+    def keys(self, start, page_size):
+        for page in range(start, self.num_tokens // page_size):
+            yield repr(self.tokens(page * page_size, (page + 1) * page_size)).encode()
+
+    patch.setattr(Request, "keys", keys)
+
+
+@bug(TOKENS)
+def a_key_leaves_out_the_last_token(patch):
+    def keys(self, start, page_size):
+        for page in range(start, self.num_tokens // page_size):
+            yield repr(self.tokens(0, (page + 1) * page_size - 1)).encode()
+
+    patch.setattr(Request, "keys", keys)
+
+
+@bug(TOKENS)
+def a_page_is_published_before_it_is_computed(patch):
+    hold = Scheduler._hold
+
+    def eager(self, request, start, end):
+        held, computed = hold(self, request, start, end), request.num_computed_tokens
+        if held and self._prefix_caching:
+            request.num_computed_tokens = end
+            self._publish(request)
+            request.num_computed_tokens = computed
+        return held
+
+    patch.setattr(Scheduler, "_hold", eager)
+
+
+@bug(TOKENS)
+def an_evicted_page_is_still_found(patch):
+    patch.setattr(PagePool, "_evict", lambda self: self._idle.popitem(last=False)[0])
+
+
+@bug(TOKENS)
+def a_page_that_was_found_is_not_held(patch):
+    def fork(self, page_ids):
+        for page_id in page_ids:
+            if self._references[page_id]:
+                self._references[page_id] += 1
+
+    patch.setattr(PagePool, "fork", fork)
+
+
+@bug(TOKENS)
+def a_fork_takes_over_a_token_that_is_not_computed(patch):
+    inheritance = Scheduler._inheritance
+
+    def greedy(self, request):
+        page_ids, num_tokens = inheritance(self, request)
+        more = request.parent is not None and page_ids and num_tokens < len(page_ids) * self.pool.page_size
+        return page_ids, num_tokens + bool(more)
+
+    patch.setattr(Scheduler, "_inheritance", greedy)
+
+
+@bug(ACCOUNTS)
+def forks_of_an_aborted_request_are_lost(patch):
+    patch.setattr(Scheduler, "_release_forks", lambda self, request: setattr(request, "forks", []))
+
+
+@bug(ACCOUNTS)
+def a_fork_waits_for_ever(patch):
+    release = Scheduler._release_forks
+    patch.setattr(
+        Scheduler, "_release_forks", lambda self, request: request.has_computed_prompt or release(self, request)
+    )
+
+
+def failure(check_accounts: bool) -> Exception | None:
     """What the property says of the first of the random workloads that breaks it; None if it holds for all."""
     for seed in range(NUM_WORKLOADS):
         try:
             simulation.run(simulation.draw_workload(random.Random(seed).randint), check_accounts)
-        except AssertionError as error:
+        except (AssertionError, ValueError) as error:
             return error
     return None
 
