@@ -15,7 +15,7 @@ from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.scheduler import Row, Scheduler
 
-NUM_WORKLOADS = 60
+NUM_WORKLOADS = 120
 ACCOUNTS, TOKENS = True, False
 BUGS: dict[str, tuple[bool, Callable[[pytest.MonkeyPatch], None]]] = {}
 
