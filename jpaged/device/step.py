@@ -16,6 +16,7 @@ from jpaged.host.batch import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Attend, decode, logits
 from pallas_kernels import copy_pages, paged_attention, ragged_paged_attention, write_kv
+from pallas_kernels.implementation import choose
 
 
 class Kernels(NamedTuple):
@@ -33,6 +34,20 @@ class Kernels(NamedTuple):
 
 
 BEST = Kernels()
+
+
+def check_kernels(config: ModelConfig, batch: Any, pages: Any, dtype: Any, kernels: Kernels) -> None:
+    """Raise NotImplementedError if the kernels cannot serve a model of `dtype` on the default device. `batch` and
+    `pages` (one layer's keys) are shapes."""
+    (tokens,), (rows,) = batch.positions.shape, batch.context_lens.shape
+    q = jax.ShapeDtypeStruct((tokens, config.num_q_heads, config.head_dim), dtype)
+    k = jax.ShapeDtypeStruct((tokens, config.num_kv_heads, config.head_dim), dtype)
+    scores = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
+    for kernel in ("paged_attention", "ragged_paged_attention"):
+        choose(kernel, kernels.implementation, kernels.interpret, q, pages, batch.block_tables)
+    others = tuple(kernels.others.values())
+    for kernel, arrays in {"write_kv": (pages, k), "copy_pages": (pages,), "keep_top": (scores,)}.items():
+        choose(kernel, *others, *arrays)
 
 
 @cache  # one function for one choice: layers are traced once for each function

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jpaged.device.kv_pages import kv_pages_like
-from jpaged.device.step import BEST, Kernels, jitted_copy, jitted_step
+from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
 from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
 from jpaged.host.cache import cache_dir
 from jpaged.host.sampling_params import MAX_BANNED_IDS
@@ -150,6 +150,9 @@ class CompiledSteps:
         self._kernels = kernels
         self._device = device  # for which kernels are chosen; None: the default one
         self._with_rope_lens = needs_rope_lens(config)
+        with jax.default_device(self._device or jax.config.jax_default_device):
+            largest = batch_like(buckets.largest_shapes()[-1], buckets, self._with_rope_lens)
+            check_kernels(config, largest, self._kv_pages[0][0], jax.tree.leaves(self._weights)[0].dtype, kernels)
         self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
         self._allow_late = allow_late
