@@ -19,6 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # One entry a field of SamplingParams (a test holds them to it): the flag names and what click needs to know.
 SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt."}),
+    "best_of": (("--best-of",), {"type": int, "help": "Samples to draw, of which the n likeliest are shown."}),
     "temperature": (("-t", "--temperature"), {"type": float, "help": "0 takes the most likely token."}),
     "top_k": (("--top-k",), {"type": int, "help": "Draw from the k most likely tokens; 0: all."}),
     "top_p": (

@@ -9,8 +9,9 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,7 +30,7 @@ from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
-from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.sampling_params import MAX_N, SamplingParams
 from jpaged.host.scheduler import BatchPlan, Scheduler
 
 log = logging.getLogger("jpaged")
@@ -54,6 +55,11 @@ class _Group:
     prompt_token_ids: list[int]
     samples: list[_Sample]
     num_unfinished: int
+
+    @property
+    def is_contest(self) -> bool:
+        """Whether only some of the samples are returned, when all have ended."""
+        return len(self.samples) > self.samples[0].request.sampling.n
 
 
 class _Flight(NamedTuple):
@@ -209,29 +215,84 @@ class Engine:
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be text or None, got {request_id!r}")
         if request_id is None:
-            request_id = next(name for i in self._names if (name := f"request-{i}") not in self._groups)
+            request_id = self._new_name()
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
-        group = _Group(request_id, text, list(token_ids), [], sampling.n)  # a copy: callers get this list
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
         max_tokens = self.max_model_len - len(token_ids)
-        for index in range(sampling.n):
-            request = Request(
-                request_id=f"{request_id}/{index}",  # with an index each, no two samples have one name
-                prompt_token_ids=token_ids,
-                sampling=sampling,
-                seed=_seed_of_sample(seed, index),
-                eos_token_ids=self._eos_token_ids,
-                max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
-                cache_salt=self._cache_salt(token_ids, sampling),
-                parent=group.samples[0].request if index else None,  # the prompt is computed once
+        requests: list[Request] = []
+        for index in range(sampling.best_of or sampling.n):
+            requests.append(
+                Request(
+                    request_id=f"{request_id}/{index}",  # with an index each, no two samples have one name
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    seed=_seed_of_sample(seed, index),
+                    eos_token_ids=self._eos_token_ids,
+                    max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
+                    cache_salt=self._cache_salt(token_ids, sampling),
+                    parent=requests[0] if index else None,  # the prompt is computed once
+                )
             )
-            group.samples.append(_Sample(request, self._detokenizer(token_ids, sampling), index, group))
+        self._add(request_id, text, requests)
+        return request_id
+
+    def fork(self, request_id: str, n: int = 1, *, index: int = 0) -> list[str]:
+        """Branch `n` new requests off a sample of an unfinished one: they begin with its prompt and the tokens that it
+        has so far, on the same pages, and go on with draws of their own.
+
+        index: which of the request's samples. Returns the ids of the new requests, each of one sample, whose outputs
+        hold the tokens of before, too. Raises ValueError where there is nothing that could go on.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            raise ValueError(f"request_id {request_id!r} cannot be forked: there is no such unfinished request")
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_N:
+            raise ValueError(f"n must be a whole number from 1 to {MAX_N}, got {n!r}")
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(group.samples):
+            raise ValueError(f"index must be that of one of the {len(group.samples)} samples, got {index!r}")
+        parent = group.samples[index].request
+        if parent.finish_reason is not None:
+            raise ValueError(f"sample {index} of request {request_id!r} has ended and cannot be forked")
+        names = []
+        for _ in range(n):
+            parent.num_forks += 1
+            name = self._new_name()
+            fork = Request(
+                request_id=f"{name}/0",
+                prompt_token_ids=parent.prompt_token_ids,
+                sampling=replace(parent.sampling, n=1, best_of=None),
+                seed=_seed_of_sample(parent.seed, MAX_N * parent.num_forks),  # no sample has this one
+                eos_token_ids=parent.eos_token_ids,
+                max_tokens=parent.max_tokens,
+                cache_salt=parent.cache_salt,
+                parent=parent,
+                output_token_ids=list(parent.output_token_ids),
+                output_logprobs=list(parent.output_logprobs),
+                token_times=list(parent.token_times),
+                arrival=parent.arrival,
+            )
+            self._add(name, group.prompt, [fork])
+            names.append(name)
+        return names
+
+    def _add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
+        """Queue the samples of one request."""
+        first = requests[0]
+        group = _Group(request_id, prompt, list(first.prompt_token_ids), [], len(requests))  # callers get this list
+        for index, request in enumerate(requests):
+            detokenizer = self._detokenizer(request.prompt_token_ids, request.sampling)
+            if detokenizer is not None:
+                for token_id in request.output_token_ids:
+                    detokenizer.append(token_id)
+            group.samples.append(_Sample(request, detokenizer, index, group))
         for sample in group.samples:
             self._scheduler.add(sample.request)
             self._samples[sample.request.request_id] = sample
         self._groups[request_id] = group
-        return request_id
+
+    def _new_name(self) -> str:
+        return next(name for i in self._names if (name := f"request-{i}") not in self._groups)
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
@@ -366,18 +427,7 @@ class Engine:
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
                     del self._groups[group.request_id]
-        return [
-            RequestOutput(
-                request_id=group.request_id,
-                prompt=group.prompt,
-                prompt_token_ids=group.prompt_token_ids,
-                outputs=[CompletionOutput(s.index, s.request, s.detokenizer) for s in group.samples],
-                finished=not group.num_unfinished,
-                num_preemptions=sum(s.request.num_preemptions for s in group.samples),
-                num_cached_tokens=group.samples[0].request.num_cached_tokens or 0,
-            )
-            for group in groups.values()
-        ]
+        return [_output(group) for group in groups.values() if not (group.num_unfinished and group.is_contest)]
 
     def _record(self, flight: _Flight, num_output_tokens: int) -> None:
         self.stats.record_step(
@@ -397,6 +447,25 @@ class Engine:
         self.stats.num_page_copies += len(flight.plan.page_copies)
         if self.config.check_integrity:
             self._scheduler.check()
+
+
+def _output(group: _Group) -> RequestOutput:
+    outputs = [CompletionOutput(s.index, s.request, s.detokenizer) for s in group.samples]
+    first = group.samples[0].request
+    if group.is_contest:
+        outputs.sort(key=attrgetter("cumulative_logprob"), reverse=True)
+        outputs = outputs[: first.sampling.n]
+        for index, output in enumerate(outputs):
+            output.index = index
+    return RequestOutput(
+        request_id=group.request_id,
+        prompt=group.prompt,
+        prompt_token_ids=group.prompt_token_ids,
+        outputs=outputs,
+        finished=not group.num_unfinished,
+        num_preemptions=sum(s.request.num_preemptions for s in group.samples),
+        num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
+    )
 
 
 def _seed_of_sample(seed: int, index: int) -> int:

@@ -51,6 +51,7 @@ class Request:
     is_stale: bool = False  # some of its KV is of other weights than the engine has now: nobody else may find it
     num_cached_tokens: int | None = None  # found in the prefix cache when it was first started
     num_preemptions: int = 0
+    num_forks: int = 0
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop id or stop string; None where an end-of-sequence id ended the text
     finish_time: float | None = None

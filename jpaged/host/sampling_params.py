@@ -23,8 +23,9 @@ class SamplingParams:
     min_tokens: no end-of-sequence or stop token is drawn, and no stop string ends the text, before this many tokens.
     stop: strings that end the text where they first appear (not shown unless `include_stop_str_in_output`).
     stop_token_ids: ids that end the text, beside the model's end-of-sequence ids (which `ignore_eos` switches off).
-    n: how many samples of the same prompt. seed: makes draws repeatable, each of the `n`
-        samples with draws of its own; None: fresh entropy.
+    n: how many samples of the same prompt. best_of: how many are drawn, of which those `n` with the greatest
+        log-probability are returned, greatest first, when all have ended; None: `n`. seed: makes draws repeatable, each
+        of the samples with draws of its own; None: fresh entropy.
     logprobs: True returns the log-probability of each generated token under the unmodified logits (before temperature
         and filters).
     skip_special_tokens: leave special tokens, such as the end of sequence, out of the text.
@@ -35,6 +36,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -73,6 +75,8 @@ class SamplingParams:
             object.__setattr__(self, name, int(value) if isinstance(value, (int, np.integer)) else float(value))
 
         whole("n", 1, MAX_N, f"a whole number from 1 to {MAX_N}")
+        if self.best_of is not None:
+            whole("best_of", self.n, MAX_N, f"a whole number from n ({self.n}) to {MAX_N}, or None")
         real("temperature", 0.0, math.inf, "a finite number of at least 0 (0 is greedy)")
         whole("top_k", -1, math.inf, "a whole number of at least 1, or 0 or -1 for no limit")
         real("top_p", 0.0, 1.0, "above 0 and at most 1 (1 is no limit)")

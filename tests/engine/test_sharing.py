@@ -123,3 +123,111 @@ def test_a_salt_that_is_no_text_is_refused(value):
 def test_prefix_caching_is_yes_or_no():
     with pytest.raises(ValueError, match="prefix_caching must be True or False, got 1"):
         jpaged.EngineConfig(prefix_caching=1)
+
+
+# Forks
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
+def test_a_fork_begins_with_the_tokens_so_far_and_draws_its_own(steps, async_scheduling):
+    engine = support.build(support.tiny("llama"), async_scheduling=async_scheduling, max_num_batched_tokens=16)
+    parent = engine.add_request(PREFIX[:21], SAMPLING)
+    for _ in range(steps):
+        engine.step()
+    begun = list(engine._samples[f"{parent}/0"].request.output_token_ids)
+    names = engine.fork(parent, 2)
+    seeds = [engine._samples[f"{name}/0"].request.seed for name in names]
+    finished = support.finish(engine)
+    alone = support.build(support.tiny("llama"), prefix_caching=False)
+    assert_same([finished[parent]], serve(alone, [PREFIX[:21]], SAMPLING))
+    for name, seed in zip(names, seeds, strict=True):
+        sample = finished[name].outputs[0]
+        assert sample.token_ids[: len(begun)] == begun and len(sample.token_ids) == SAMPLING.max_tokens
+        rest = SamplingParams(**{**vars(SAMPLING), "seed": seed, "max_tokens": SAMPLING.max_tokens - len(begun)})
+        expected = serve(alone, [PREFIX[:21] + begun], rest)[0].outputs[0]
+        assert sample.token_ids[len(begun) :] == expected.token_ids
+        np.testing.assert_allclose(sample.logprobs[len(begun) :], expected.logprobs, atol=1e-5)
+    assert len({tuple(output.outputs[0].token_ids) for output in finished.values()}) == 3
+    assert engine.stats.num_cached_tokens >= 2 * 20 and engine.stats.num_scheduled_tokens < 2 * 21 + 3 * 12
+    support.assert_idle(engine)
+
+
+def test_a_fork_outlives_the_request_that_it_left_and_can_be_forked_again():
+    engine = support.build(support.tiny("llama"))
+    parent = engine.add_request(PREFIX[:9], support.GREEDY)
+    for _ in range(3):
+        engine.step()
+    child = engine.fork(parent)[0]
+    engine.step()
+    grandchild = engine.fork(child)[0]
+    assert engine.abort(parent)
+    finished = support.finish(engine)
+    expected = tokens(serve(engine, [PREFIX[:9]]))
+    assert [tokens([finished[name]]) for name in (child, grandchild)] == [expected] * 2
+    support.assert_idle(engine)
+
+
+def test_one_of_several_samples_can_be_forked():
+    engine = support.build(support.tiny("llama"))
+    sampling = SamplingParams(temperature=1.0, seed=2, n=3, max_tokens=10, ignore_eos=True)
+    parent = engine.add_request(PREFIX[:9], sampling)
+    for _ in range(5):
+        engine.step()
+    begun = list(engine._samples[f"{parent}/2"].request.output_token_ids)
+    child = engine.fork(parent, index=2)[0]
+    finished = support.finish(engine)
+    assert begun and finished[child].outputs[0].token_ids[: len(begun)] == begun
+    assert len(finished[child].outputs) == 1 and len(finished[parent].outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("nobody",), {}, "'nobody' cannot be forked: there is no such unfinished request"),
+        (("done",), {}, "'done' cannot be forked: there is no such unfinished request"),
+        (("a", 0), {}, "n must be a whole number from 1 to 1024, got 0"),
+        (("a", 1.0), {}, "n must be a whole number from 1 to 1024, got 1.0"),
+        (("a",), {"index": 2}, "index must be that of one of the 2 samples, got 2"),
+        (("a",), {"index": 1}, "sample 1 of request 'a' has ended and cannot be forked"),
+    ],
+)
+def test_a_fork_of_what_cannot_go_on_is_refused(arguments, options, words):
+    engine = support.build(support.tiny("llama"))
+    engine.add_request(PREFIX[:5], support.GREEDY, request_id="done")
+    support.finish(engine)
+    engine.add_request(PREFIX[:9], SamplingParams(n=2, temperature=0, max_tokens=9, ignore_eos=True), request_id="a")
+    for _ in range(3):
+        engine.step()
+    engine._scheduler.finish(engine._samples["a/1"].request, "stop")
+    with pytest.raises(ValueError, match=words):
+        engine.fork(*arguments, **options)
+    assert engine.has_unfinished_requests()
+    engine.abort("a")
+    support.assert_idle(engine)
+
+
+# The best of several
+
+
+def test_the_best_of_several_samples_are_returned_best_first():
+    sampling = SamplingParams(temperature=1.0, seed=2, n=6, max_tokens=10, ignore_eos=True)
+    every = serve(support.build(support.tiny("llama")), [PREFIX[:9]], sampling)[0].outputs
+    engine = support.build(support.tiny("llama"))
+    best = SamplingParams(**{**vars(sampling), "n": 2, "best_of": 6})
+    name = engine.add_request(PREFIX[:9], best)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.finished for output in outputs] == [True] and outputs[0].request_id == name
+    found = outputs[0].outputs
+    expected = sorted(every, key=lambda sample: -sample.cumulative_logprob)[:2]
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert [sample.index for sample in found] == [0, 1]
+    support.assert_idle(engine)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(3, 2), (1, 0), (1, 2.0), (1, True), (1, 2000)])
+def test_fewer_drawn_than_returned_is_refused(n, best_of):
+    with pytest.raises(ValueError, match=rf"best_of must be a whole number from n \({n}\) to 1024, or None, got"):
+        SamplingParams(n=n, best_of=best_of)

@@ -128,6 +128,17 @@ def test_samples_stop_each_on_its_own(parrot):
     assert [sample.text for sample in output.outputs] == [" one two three STOP HERE "] * 3
 
 
+def test_the_text_of_a_fork_begins_with_the_text_so_far(parrot):
+    support.teach(parrot, NUMBERS)
+    parent = parrot.add_request("Say:", SamplingParams(temperature=0, max_tokens=30, stop=["four"]))
+    for _ in range(3):
+        parrot.step()
+    child = parrot.fork(parent)[0]
+    finished = support.finish(parrot)
+    assert finished[child].outputs[0].text == finished[parent].outputs[0].text == " one two three STOP HERE "
+    assert finished[child].prompt == "Say:"
+
+
 def test_requests_with_their_own_stops_share_a_batch_and_a_small_pool(parrot):
     support.teach(parrot, NUMBERS)
     stops = [None, "three", ["HERE"], "five", None, "one"]
