@@ -88,9 +88,8 @@ def bench_mixed(num_seqs: int, num_requests: int, prefix_caching: bool) -> None:
         is_decode, num_tokens, seconds = step
         kind = "decode steps" if is_decode else "full steps" if num_tokens == MIXED_BUDGET else "other mixed steps"
         steps[kind].append(seconds)
-    print(
-        f"mixed workload of {num_requests} requests, {CACHE[prefix_caching]}, {host.scheduler.num_preemptions} preemptions:"
-    )
+    num_preemptions = host.scheduler.num_preemptions
+    print(f"mixed workload of {num_requests} requests, {CACHE[prefix_caching]}, {num_preemptions} preemptions:")
     for kind, seconds in sorted(steps.items()):
         report(f"  {len(seconds)} {kind}", seconds)
 

@@ -36,7 +36,7 @@ def generate(prompt: str | None, chat: bool | None, system: str | None, **option
     prompt = read_prompt(prompt)
     if chat is False and system is not None:
         raise click.UsageError("--system is part of a chat; it does not go with --raw")
-    opened = open_engine(options, **engine_for_one(sampling.n))
+    opened = open_engine(options, **engine_for_one(sampling.best_of or sampling.n, sampling.num_beams))
     has_template = bool(getattr(opened.tokenizer, "chat_template", None))
     if (chat or system is not None) and not has_template:
         raise click.UsageError("this model has no chat template; leave --chat and --system out")

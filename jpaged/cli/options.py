@@ -16,10 +16,25 @@ from jpaged.small_model import small_model_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+EARLY_STOPPING: dict[str, Any] = {"yes": True, "no": False, "never": "never"}
+
 # One entry a field of SamplingParams (a test holds them to it): the flag names and what click needs to know.
 SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt."}),
     "best_of": (("--best-of",), {"type": int, "help": "Samples to draw, of which the n likeliest are shown."}),
+    "num_beams": (("--num-beams",), {"type": int, "help": "Width of a beam search; needs --temperature 0."}),
+    "length_penalty": (
+        ("--length-penalty",),
+        {"type": float, "help": "Power of the length by which a beam's log-probability is divided."},
+    ),
+    "early_stopping": (
+        ("--early-stopping",),
+        {
+            "type": click.Choice(list(EARLY_STOPPING)),
+            "callback": lambda _context, _parameter, value: None if value is None else EARLY_STOPPING[value],
+            "help": "Whether a beam search ends as soon as it has found as many sequences as beams.",
+        },
+    ),
     "temperature": (("-t", "--temperature"), {"type": float, "help": "0 takes the most likely token."}),
     "top_k": (("--top-k",), {"type": int, "help": "Draw from the k most likely tokens; 0: all."}),
     "top_p": (
@@ -87,6 +102,7 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
             "help": "At most so many requests run at once [default: 64 on a CPU, else 256; 1 for chat and generate].",
         },
     ),
+    "max_num_beams": ("--max-num-beams", {"type": int, "help": "The widest beam search [default: 1, none]."}),
     "max_num_batched_tokens": (
         "--max-num-batched-tokens",
         {
@@ -173,9 +189,10 @@ def engine_options(command: Callable) -> Callable:
     return model(dtype(command))
 
 
-def engine_for_one(num_samples: int = 1) -> dict[str, int]:
+def engine_for_one(num_samples: int = 1, num_beams: int = 1) -> dict[str, int]:
     """Settings for one request at a time: fewer shapes to compile, so that the first answer comes soon."""
-    return {"max_num_seqs": num_samples, "max_num_batched_tokens": max(128, num_samples)}
+    num_seqs = max(num_samples, num_beams)
+    return {"max_num_seqs": num_seqs, "max_num_beams": num_beams, "max_num_batched_tokens": max(128, num_seqs)}
 
 
 def spinner(text: str, shown: bool = True) -> Any:

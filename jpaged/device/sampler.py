@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,16 @@ CHUNK = 256  # vocabulary entries taken together when a largest one or a draw is
 NEVER = -jnp.inf
 
 
+class Sampled(NamedTuple):
+    """What a step draws for each row."""
+
+    token_ids: Int32[Array, " num_seqs"]
+    logprobs: Float[Array, " num_seqs"]  # under the unmodified logits
+    # The likeliest ids, best first and of equal ones the lowest: what a beam search goes on with.
+    candidate_ids: Int32[Array, "num_seqs num_candidates"] | None = None
+    candidate_logprobs: Float[Array, "num_seqs num_candidates"] | None = None
+
+
 def sample(
     logits: Float[Array, "num_seqs vocab"],
     sampling: SamplingBatch,
@@ -21,8 +33,10 @@ def sample(
     *,
     implementation: str | None = None,
     interpret: bool = False,
-) -> tuple[Int32[Array, " num_seqs"], Float[Array, " num_seqs"]]:
-    """One token a row, and its log-probability under the unmodified logits.
+    num_candidates: int = 0,
+) -> Sampled:
+    """One token a row, and its log-probability under the unmodified logits; with `num_candidates`, so many of the
+    likeliest ids too.
 
     `positions` are those the new tokens will have. Temperature 0 takes the largest logit, the lowest id among equals.
     Otherwise one uniform number, which depends on the row's seed and position alone, is looked up in the cumulative
@@ -43,7 +57,25 @@ def sample(
         lambda: greedy,
     )
     chosen = jnp.take_along_axis(allowed, token_ids[:, None], axis=-1)[:, 0]  # no banned id is chosen
-    return token_ids, chosen - normalizer
+    sampled = Sampled(token_ids, chosen - normalizer)
+    if not num_candidates:
+        return sampled
+    ids, scores = _top(allowed, num_candidates)
+    return sampled._replace(candidate_ids=ids, candidate_logprobs=scores - normalizer[:, None])
+
+
+def _top(logits, number):
+    """The `number` largest logits of each row and their ids. They lie in the chunks with the largest maxima, of which
+    as many are looked at."""
+    num_seqs, vocab = logits.shape
+    chunks = _chunks(logits, NEVER)
+    number = min(number, vocab)
+    index = lax.top_k(jnp.max(chunks, axis=-1), min(number, chunks.shape[1]))[1]
+    index = jnp.sort(index, axis=-1)  # so that of equal logits the lowest id comes first
+    few = jnp.take_along_axis(chunks, index[:, :, None], axis=1).reshape(num_seqs, -1)
+    scores, place = lax.top_k(few, number)
+    ids = jnp.take_along_axis(index, place // CHUNK, axis=1) * CHUNK + place % CHUNK
+    return ids.astype(jnp.int32), scores
 
 
 def _logsumexp(logits, largest):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jpaged.device.kv_pages import KVPages
-from jpaged.device.sampler import sample
+from jpaged.device.sampler import Sampled, sample
 from jpaged.device.sharding import over_heads, replicated
 from jpaged.host.batch import Batch
 from jpaged.models.config import ModelConfig
@@ -87,15 +87,19 @@ def next_logits(
 
 
 def step(
-    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
-) -> tuple[KVPages, Int32[Array, " num_seqs"], Float[Array, " num_seqs"]]:
-    """The pool, one token a row, its log-probability. Of a row whose tokens are not all computed yet, the token means
-    nothing."""
+    config: ModelConfig,
+    weights: dict[str, Any],
+    kv_pages: KVPages,
+    batch: Batch,
+    kernels: Kernels = BEST,
+    num_candidates: int = 0,
+) -> tuple[KVPages, Sampled]:
+    """The pool, and what is drawn for each row. Of a row whose tokens are not all computed yet, it means nothing."""
     kv_pages, scores = next_logits(config, weights, kv_pages, batch, kernels)
     with jax.named_scope("sample"):
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
-        token_ids, logprobs = sample(scores, batch.sampling, batch.context_lens, **kernels.others)
-    return kv_pages, token_ids, logprobs
+        options = {"num_candidates": num_candidates, **kernels.others}
+        return kv_pages, sample(scores, batch.sampling, batch.context_lens, **options)
 
 
 def copy(kv_pages: KVPages, page_copies: Int32[Array, "num_copies 2"], kernels: Kernels = BEST) -> KVPages:
@@ -112,4 +116,4 @@ def copy(kv_pages: KVPages, page_copies: Int32[Array, "num_copies 2"], kernels: 
 
 
 jitted_copy = jax.jit(copy, static_argnums=2, donate_argnums=0)
-jitted_step = jax.jit(step, static_argnums=(0, 4), donate_argnums=2)
+jitted_step = jax.jit(step, static_argnums=(0, 4, 5), donate_argnums=2)

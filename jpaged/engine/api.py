@@ -55,7 +55,7 @@ def generate(
         EngineConfig.from_options(options)
         return []
     with _lock:
-        engine = _engine_for(params, options)
+        engine = _engine_for(params, options | _wide_enough(options, sampling))
         try:
             return run(engine, prompt_list, sampling, progress=progress)
         finally:
@@ -74,7 +74,7 @@ def stream(
     """
     prompt_list = as_prompts(prompts)
     with _lock:
-        engine = _engine_for(params, options)
+        engine = _engine_for(params, options | _wide_enough(options, sampling))
         # Requests are checked and queued now and not at the first `next`, so that an error comes from this call.
         try:
             ids = _add_all(engine, prompt_list, sampling, names=[str(i) for i in range(len(prompt_list))])
@@ -212,6 +212,14 @@ def _add_all(
             engine.abort(request_id)
         raise
     return ids
+
+
+def _wide_enough(options: Mapping[str, Any], sampling: Any) -> dict[str, int]:
+    """The option for the widest of the beam searches that are asked for: the next power of two, so that few engines are
+    built."""
+    each = sampling if isinstance(sampling, Sequence) else [sampling]
+    widest = max([one.num_beams for one in each if isinstance(one, SamplingParams)], default=1)
+    return {} if widest == 1 or "max_num_beams" in options else {"max_num_beams": 1 << (widest - 1).bit_length()}
 
 
 def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:

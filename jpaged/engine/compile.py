@@ -138,6 +138,7 @@ class CompiledSteps:
         num_pages: int,
         kv_dtype: Any,
         kernels: Kernels = BEST,
+        num_candidates: int = 0,
         device: jax.Device | None = None,
         allow_late: bool,
     ):
@@ -148,6 +149,7 @@ class CompiledSteps:
         self._kv_pages = kv_pages_like(config, num_pages, buckets.page_size, kv_dtype)
         self._buckets = buckets
         self._kernels = kernels
+        self._num_candidates = num_candidates
         self._device = device  # for which kernels are chosen; None: the default one
         self._with_rope_lens = needs_rope_lens(config)
         with jax.default_device(self._device or jax.config.jax_default_device):
@@ -261,7 +263,8 @@ class CompiledSteps:
             if isinstance(shape, int):
                 return jitted_copy.lower(self._kv_pages, jax.ShapeDtypeStruct((shape, 2), np.int32), self._kernels)
             batch = batch_like(shape, self._buckets, self._with_rope_lens)
-            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, self._kernels)
+            options = self._kernels, self._num_candidates
+            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, *options)
 
     def _compile(self, shape: Shape) -> Callable:
         program = self._programs[shape] = self._lower(shape).compile()

@@ -9,9 +9,8 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,12 +18,15 @@ import numpy as np
 
 from jpaged.device.kv_pages import KVPages, make_kv_pages, page_bytes
 from jpaged.device.params import Params, check_params
+from jpaged.device.sampler import Sampled
 from jpaged.device.step import Kernels
 from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, own_settings, use_compilation_cache
+from jpaged.engine.group import Group, Sample
 from jpaged.engine.memory import choose_num_pages
-from jpaged.engine.outputs import CompletionOutput, RequestOutput
+from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
 from jpaged.host.batch import Batch, Buckets, pack
+from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
 from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.metrics import EngineStats
@@ -35,31 +37,7 @@ from jpaged.host.scheduler import BatchPlan, Scheduler
 
 log = logging.getLogger("jpaged")
 
-
-@dataclass(slots=True)
-class _Sample:
-    """One sequence of a request: with `n` of them, each is scheduled on its own."""
-
-    request: Request
-    detokenizer: Detokenizer | None
-    index: int
-    group: _Group
-
-
-@dataclass(slots=True)
-class _Group:
-    """What the caller knows as one request."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    samples: list[_Sample]
-    num_unfinished: int
-
-    @property
-    def is_contest(self) -> bool:
-        """Whether only some of the samples are returned, when all have ended."""
-        return len(self.samples) > self.samples[0].request.sampling.n
+SPARE_CANDIDATES = 8  # of a beam's next tokens, beside as many as there are beams: for ids that end a text
 
 
 class _Flight(NamedTuple):
@@ -67,8 +45,7 @@ class _Flight(NamedTuple):
 
     plan: BatchPlan
     batch: Batch
-    token_ids: jax.Array
-    logprobs: jax.Array
+    sampled: Sampled
 
 
 class Engine:
@@ -99,6 +76,9 @@ class Engine:
         device = next(iter(leaves[0].devices()))
         kv_dtype = config.dtype or leaves[0].dtype
         kernels = Kernels(config.kernels, config.interpret_kernels)
+        # Among so many are as many that end no text as there are beams.
+        spare = max(len(self._eos_token_ids), SPARE_CANDIDATES)
+        self._num_candidates = config.max_num_beams + spare if config.max_num_beams > 1 else 0
         max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or 2048
         longest = config.max_model_len or model.max_position
@@ -116,6 +96,7 @@ class Engine:
                 num_pages=2,
                 kv_dtype=kv_dtype,
                 kernels=kernels,
+                num_candidates=self._num_candidates,
                 device=device,
                 allow_late=True,
             )
@@ -153,6 +134,7 @@ class Engine:
             num_pages=num_pages,
             kv_dtype=kv_dtype,
             kernels=kernels,
+            num_candidates=self._num_candidates,
             device=device,
             allow_late=config.late_compile == "allow",
         )
@@ -179,8 +161,8 @@ class Engine:
         self.warm_up_seconds = time.perf_counter() - began
         self.warm_up_compiles = self._compile_counter.compiles - compiles
         self.stats = EngineStats()
-        self._groups: dict[str, _Group] = {}
-        self._samples: dict[str, _Sample] = {}
+        self._groups: dict[str, Group] = {}
+        self._samples: dict[str, Sample] = {}
         self._names = itertools.count()
         self._in_flight: _Flight | None = None  # started before the step before it was read
 
@@ -219,9 +201,9 @@ class Engine:
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        max_tokens = self.max_model_len - len(token_ids)
+        max_tokens = self._max_tokens(token_ids, sampling)
         requests: list[Request] = []
-        for index in range(sampling.best_of or sampling.n):
+        for index in range(1 if sampling.num_beams > 1 else sampling.best_of or sampling.n):
             requests.append(
                 Request(
                     request_id=f"{request_id}/{index}",  # with an index each, no two samples have one name
@@ -229,7 +211,8 @@ class Engine:
                     sampling=sampling,
                     seed=_seed_of_sample(seed, index),
                     eos_token_ids=self._eos_token_ids,
-                    max_tokens=min(sampling.max_tokens or max_tokens, max_tokens),
+                    max_tokens=max_tokens,
+                    is_beam=sampling.num_beams > 1,
                     cache_salt=self._cache_salt(token_ids, sampling),
                     parent=requests[0] if index else None,  # the prompt is computed once
                 )
@@ -252,25 +235,22 @@ class Engine:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(group.samples):
             raise ValueError(f"index must be that of one of the {len(group.samples)} samples, got {index!r}")
         parent = group.samples[index].request
+        if parent.is_beam:
+            raise ValueError(f"request {request_id!r} is a beam search, which branches by itself, and cannot be forked")
         if parent.finish_reason is not None:
             raise ValueError(f"sample {index} of request {request_id!r} has ended and cannot be forked")
         names = []
         for _ in range(n):
             parent.num_forks += 1
             name = self._new_name()
-            fork = Request(
-                request_id=f"{name}/0",
-                prompt_token_ids=parent.prompt_token_ids,
+            fork = parent.like(
+                f"{name}/0",
                 sampling=replace(parent.sampling, n=1, best_of=None),
                 seed=_seed_of_sample(parent.seed, MAX_N * parent.num_forks),  # no sample has this one
-                eos_token_ids=parent.eos_token_ids,
-                max_tokens=parent.max_tokens,
-                cache_salt=parent.cache_salt,
                 parent=parent,
                 output_token_ids=list(parent.output_token_ids),
                 output_logprobs=list(parent.output_logprobs),
                 token_times=list(parent.token_times),
-                arrival=parent.arrival,
             )
             self._add(name, group.prompt, [fork])
             names.append(name)
@@ -279,13 +259,11 @@ class Engine:
     def _add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
         """Queue the samples of one request."""
         first = requests[0]
-        group = _Group(request_id, prompt, list(first.prompt_token_ids), [], len(requests))  # callers get this list
+        beams = BeamSearch(first.sampling, first.ending_ids, first.max_tokens) if first.is_beam else None
+        # A list of its own: callers get it.
+        group = Group(request_id, prompt, list(first.prompt_token_ids), [], len(requests), beams)
         for index, request in enumerate(requests):
-            detokenizer = self._detokenizer(request.prompt_token_ids, request.sampling)
-            if detokenizer is not None:
-                for token_id in request.output_token_ids:
-                    detokenizer.append(token_id)
-            group.samples.append(_Sample(request, detokenizer, index, group))
+            group.samples.append(Sample(request, self._detokenizer(request), index, group))
         for sample in group.samples:
             self._scheduler.add(sample.request)
             self._samples[sample.request.request_id] = sample
@@ -303,13 +281,14 @@ class Engine:
                 return []
             self._in_flight = None
             if self.config.async_scheduling and flight.batch.query_starts is None:
-                self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.token_ids)
-            token_ids, logprobs = jax.device_get((flight.token_ids, flight.logprobs))
-            gained = self._scheduler.update(flight.plan, token_ids, logprobs)
+                self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.sampled.token_ids)
+            sampled = jax.device_get(flight.sampled)
+            candidates = sampled.candidate_ids, sampled.candidate_logprobs
+            gained = self._scheduler.update(flight.plan, sampled.token_ids, sampled.logprobs, candidates)
+            outputs = self._outputs(gained)
         except BaseException:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
             raise
-        outputs = self._outputs(gained)
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
         self._record(flight, len(gained))
@@ -343,8 +322,8 @@ class Engine:
                 self._kv_pages = self._make_kv_pages()
             if plan.page_copies:
                 self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
-            self._kv_pages, token_ids, logprobs = self._steps(self.weights, self._kv_pages, batch)
-        return _Flight(plan._replace(rows=rows), batch, token_ids, logprobs)
+            self._kv_pages, sampled = self._steps(self.weights, self._kv_pages, batch)
+        return _Flight(plan._replace(rows=rows), batch, sampled)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request."""
@@ -352,8 +331,8 @@ class Engine:
         if group is None:
             return False
         for sample in group.samples:
-            if self._samples.pop(sample.request.request_id, None) is not None:
-                self._scheduler.abort(sample.request.request_id)
+            self._samples.pop(sample.request.request_id, None)
+            self._scheduler.abort(sample.request.request_id)
         if not self._scheduler.has_unfinished:
             self._in_flight = None
         return True
@@ -388,8 +367,34 @@ class Engine:
         for token_id in sampling.stop_token_ids or ():
             if token_id >= vocab_size:
                 raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {vocab_size - 1}")
+        if sampling.num_beams > 1:
+            self._check_beams(token_ids, sampling)
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
+
+    def _check_beams(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        width, most = sampling.num_beams, self.config.max_num_beams
+        if width > most:
+            raise ValueError(
+                f"num_beams is {width}, but this engine was built for at most {most}: give it max_num_beams={width}"
+            )
+        if width > self._scheduler.max_num_seqs:
+            raise ValueError(
+                f"num_beams ({width}) must not exceed max_num_seqs ({self._scheduler.max_num_seqs}): raise max_num_seqs"
+            )
+        num_ending = len(sampling.stop_token_ids or ()) + (0 if sampling.ignore_eos else len(self._eos_token_ids))
+        if width + num_ending > self._num_candidates:
+            raise ValueError(
+                f"num_beams ({width}) and {num_ending} ids that end a text are more than the {self._num_candidates} "
+                "candidates of this engine: give fewer stop_token_ids or build it with more max_num_beams"
+            )
+        num_tokens = len(token_ids) + self._max_tokens(token_ids, sampling)
+        num_pages = width * self._pool.pages_for(num_tokens)
+        if num_pages > self.num_pages:
+            raise ValueError(
+                f"{width} beams of up to {num_tokens} tokens may take {num_pages} pages, but the KV cache has "
+                f"{self.num_pages}: lower max_tokens or num_beams, or give the KV cache more memory"
+            )
 
     def _cache_salt(self, token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
         """What must be equal, beside the tokens, for requests to share pages."""
@@ -397,22 +402,36 @@ class Engine:
         length = len(token_ids) if self._with_rope_lens else 0
         return f"{length} {sampling.cache_salt or ''}".encode()
 
-    def _detokenizer(self, prompt_token_ids: list[int], sampling: SamplingParams) -> Detokenizer | None:
+    def _max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+        """How many tokens may follow a prompt."""
+        fit = self.max_model_len - len(token_ids)
+        return min(sampling.max_tokens or fit, fit)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        """The text of a request's output so far."""
         if self.tokenizer is None:
             return None
-        return Detokenizer(
+        sampling = request.sampling
+        detokenizer = Detokenizer(
             self.tokenizer,
             stop=sampling.stop or (),
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
-            prompt_tail=prompt_token_ids,
+            prompt_tail=request.prompt_token_ids,
         )
+        for token_id in request.output_token_ids:
+            detokenizer.append(token_id)
+        return detokenizer
 
     def _outputs(self, gained: list[Request]) -> list[RequestOutput]:
-        groups: dict[str, _Group] = {}
+        groups: dict[str, Group] = {}
+        searches: dict[str, Group] = {}
         for request in gained:
             sample = self._samples[request.request_id]
+            if request.is_beam:
+                searches[sample.group.request_id] = sample.group
+                continue
             detokenizer = sample.detokenizer
             if detokenizer is not None:
                 # A token that ends the text by its id is no part of the text, unless special tokens are shown.
@@ -427,7 +446,21 @@ class Engine:
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
                     del self._groups[group.request_id]
-        return [_output(group) for group in groups.values() if not (group.num_unfinished and group.is_contest)]
+        for group in searches.values():
+            if self._branch(group):
+                groups[group.request_id] = group
+        return [group.output() for group in groups.values() if group.shows_progress or not group.num_unfinished]
+
+    def _branch(self, group: Group) -> bool:
+        """Has a beam search go on, if all its beams know how they may; True when it has ended."""
+        for sample in group.samples:
+            del self._samples[sample.request.request_id]
+        ended = group.branch(self._scheduler, self._detokenizer)
+        if ended:
+            del self._groups[group.request_id]
+        else:
+            self._samples |= {sample.request.request_id: sample for sample in group.samples}
+        return ended
 
     def _record(self, flight: _Flight, num_output_tokens: int) -> None:
         self.stats.record_step(
@@ -447,25 +480,6 @@ class Engine:
         self.stats.num_page_copies += len(flight.plan.page_copies)
         if self.config.check_integrity:
             self._scheduler.check()
-
-
-def _output(group: _Group) -> RequestOutput:
-    outputs = [CompletionOutput(s.index, s.request, s.detokenizer) for s in group.samples]
-    first = group.samples[0].request
-    if group.is_contest:
-        outputs.sort(key=attrgetter("cumulative_logprob"), reverse=True)
-        outputs = outputs[: first.sampling.n]
-        for index, output in enumerate(outputs):
-            output.index = index
-    return RequestOutput(
-        request_id=group.request_id,
-        prompt=group.prompt,
-        prompt_token_ids=group.prompt_token_ids,
-        outputs=outputs,
-        finished=not group.num_unfinished,
-        num_preemptions=sum(s.request.num_preemptions for s in group.samples),
-        num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
-    )
 
 
 def _seed_of_sample(seed: int, index: int) -> int:

@@ -46,6 +46,11 @@ class CompletionOutput:
         return self._request.output_logprobs[: self._num_tokens] if self._request.sampling.logprobs else None
 
     @property
+    def score(self) -> float | None:
+        """Of a sequence that a beam search found: what it was ranked by."""
+        return self._request.score
+
+    @property
     def cumulative_logprob(self) -> float:
         """The log-probability of the whole sample, the sum over its tokens; it does not need `logprobs`."""
         return sum(self._request.output_logprobs[: self._num_tokens])

@@ -21,6 +21,7 @@ class EngineConfig:
 
     page_size: tokens in a page of KV memory.
     max_num_seqs: at most so many sequences run together (64 on a CPU, 256 elsewhere). Each of `n` samples is one.
+    max_num_beams: the widest beam search that may be asked for. Above 1, every step finds candidates for one.
     max_num_batched_tokens: at most so many tokens are computed in a step (2048).
     max_model_len: at most so many tokens, prompt and output together (the model's own limit).
     gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache together. On a CPU, the KV
@@ -45,6 +46,7 @@ class EngineConfig:
 
     page_size: int = 16
     max_num_seqs: int | None = None
+    max_num_beams: int = 1
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -75,12 +77,13 @@ class EngineConfig:
         for name, low in (
             ("page_size", 1),
             ("max_num_seqs", 1),
+            ("max_num_beams", 1),
             ("max_num_batched_tokens", 1),
             ("max_model_len", 2),  # one token of prompt and one to generate
             ("num_pages", 2),  # the null page and another
         ):
             value = getattr(self, name)
-            if value is None and name != "page_size":
+            if value is None and name not in ("page_size", "max_num_beams"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from .sampling_params import MAX_BANNED_IDS, SamplingParams
+
+ASKED = ("prompt_token_ids", "sampling", "seed", "eos_token_ids", "max_tokens", "arrival", "cache_salt", "is_beam")
 
 
 class RequestStatus(enum.Enum):
@@ -38,6 +41,8 @@ class Request:
     arrival: float = field(default_factory=perf_counter)
     cache_salt: bytes = b""  # pages are shared only with requests of the same salt
     parent: Request | None = None  # until the fork is started
+    is_beam: bool = False  # its next token is chosen by a `BeamSearch`
+    num_inherited_tokens: int = 0  # those at the front that it has in common with its parent
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -52,6 +57,8 @@ class Request:
     num_cached_tokens: int | None = None  # found in the prefix cache when it was first started
     num_preemptions: int = 0
     num_forks: int = 0
+    score: float | None = None  # of a sequence that a beam search has found
+    candidates: tuple[np.ndarray, np.ndarray] | None = None  # of a beam: ids and log-probabilities of its next token
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop id or stop string; None where an end-of-sequence id ended the text
     finish_time: float | None = None
@@ -70,6 +77,8 @@ class Request:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        if self.parent is not None and not self.num_inherited_tokens:
+            self.num_inherited_tokens = self.num_tokens  # a fork begins as its parent is
         eos_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
         self.ending_ids = eos_token_ids | frozenset(self.sampling.stop_token_ids)
         if self.sampling.min_tokens and len(self.ending_ids) > MAX_BANNED_IDS:
@@ -77,6 +86,11 @@ class Request:
                 f"min_tokens keeps at most {MAX_BANNED_IDS} end-of-sequence and stop ids from being drawn, but there "
                 f"are {len(self.ending_ids)}: give fewer stop_token_ids, or min_tokens=0"
             )
+
+    def like(self, request_id: str, **changes: Any) -> Request:
+        """A request of which the same is asked, and nothing computed."""
+        asked = {name: getattr(self, name) for name in ASKED}
+        return Request(request_id, **asked | changes)
 
     @property
     def num_tokens(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 MAX_N = 1024
+MAX_BEAMS = 64
 MAX_BANNED_IDS = 32  # columns of the table of ids that `min_tokens` keeps from being drawn
 
 
@@ -15,6 +17,10 @@ MAX_BANNED_IDS = 32  # columns of the table of ids that `min_tokens` keeps from 
 class SamplingParams:
     """How to draw tokens and when to stop.
 
+    num_beams: above 1, a beam search of this width instead of draws. It returns the `n` sequences found with the
+        greatest score: log-probability over number of generated tokens to the power of `length_penalty`. It ends when
+        no beam's score promises a better one; with `early_stopping` as soon as it has found `num_beams` sequences; with
+        "never" only when none could get better at its full length either. It needs temperature 0 and no filters.
     temperature: 0 takes the most likely token; otherwise logits are divided by it.
     top_k: keep the k most likely tokens (0 or -1: all). top_p: keep the smallest set of most likely tokens whose
         probability reaches p. min_p: keep tokens at least min_p times as likely as the most likely one. They apply in
@@ -37,6 +43,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -106,6 +115,31 @@ class SamplingParams:
         ):
             fail("stop_token_ids", "a list of token ids of at least 0")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
+        whole("num_beams", 1, MAX_BEAMS, f"a whole number from 1 (no beam search) to {MAX_BEAMS}")
+        real("length_penalty", -math.inf, math.inf, "a finite number")
+        if self.length_penalty == -math.inf:
+            fail("length_penalty", "a finite number")
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            fail("early_stopping", "True, False or 'never'")
+        if self.num_beams > 1:
+            self._check_beams()
+        elif (self.length_penalty, self.early_stopping) != (1.0, False):
+            raise ValueError(
+                f"length_penalty ({self.length_penalty}) and early_stopping ({self.early_stopping!r}) are of a beam "
+                "search: set num_beams above 1"
+            )
         # Very small temperatures overflow logits / temperature; the draw is the greedy one long before that.
         if self.temperature < 1e-4:
             object.__setattr__(self, "temperature", 0.0)
+
+    def _check_beams(self) -> None:
+        """Raise ValueError for what contradicts a beam search."""
+        if self.n > self.num_beams:
+            raise ValueError(f"n ({self.n}) must not exceed num_beams ({self.num_beams}): a beam ends as one sequence")
+        off = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "best_of": None, "stop": ()}
+        for name, value in off.items():
+            if getattr(self, name) != value and not (name == "top_k" and self.top_k == -1):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} contradicts num_beams={self.num_beams}: a beam search draws "
+                    f"nothing and ends at token ids, so set {name}={value!r}"
+                )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .beam_search import Branch
 from .page_pool import PagePool
 from .request import Request, RequestStatus
 
@@ -116,7 +117,8 @@ class Scheduler:
                     seen.add(page_id)
         return self.pool.num_used * size - empty
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, after: Request | None = None) -> None:
+        """Queues a request: as the last one, or as if it had come right after another, for which there is a place."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
         if request.num_tokens >= self.max_model_len:
@@ -125,13 +127,16 @@ class Scheduler:
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
         self._requests[request.request_id] = request
-        request.order = self._num_arrivals
-        self._num_arrivals += 1
+        if after is None:
+            request.order = self._num_arrivals
+            self._num_arrivals += request.sampling.num_beams  # places for the beams that it may branch into
+        else:
+            request.order = after.order + 1
         parent = request.parent
         if parent is not None and parent.request_id in self._requests and not parent.has_computed_prompt:
             parent.forks.append(request)
         else:
-            self.waiting.append(request)
+            insort(self.waiting, request, key=BY_ARRIVAL)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request now, between any two calls; None if there is no such unfinished request."""
@@ -153,6 +158,8 @@ class Scheduler:
                 break  # once preempted, as are all that came after it
             start = request.num_computed_tokens
             num_tokens = request.num_tokens - start
+            if not num_tokens:
+                continue  # a beam that waits for the others
             if num_tokens >= page_size and self._find_more(request):
                 start = request.num_computed_tokens
                 num_tokens = request.num_tokens - start
@@ -182,6 +189,11 @@ class Scheduler:
             rows.append(Row(request, start, num_tokens))
             budget -= num_tokens
 
+        if not rows and self.waiting and self.running:
+            # All that run are beams that wait for one which finds no room: the last of them makes some.
+            self._preempt_last()
+            return self.schedule()
+
         num_tokens = self.max_num_batched_tokens - budget
         if self._step_size is not None and num_tokens > len(rows):
             rows, num_tokens = self._cut(rows, num_tokens)
@@ -197,7 +209,7 @@ class Scheduler:
         for request, start, _ in plan.rows:
             if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
                 return None
-            if request.num_left(self.max_model_len) < 2:
+            if request.is_beam or request.num_left(self.max_model_len) < 2:
                 return None
             if request.shares_tail and self._page_to_copy(request, start + 1, start + 2) is not None:
                 return None
@@ -210,8 +222,15 @@ class Scheduler:
         rows = [Row(request, start + 1, 1) for request, start, _ in plan.rows]
         return BatchPlan(rows, len(rows), [])
 
-    def update(self, plan: BatchPlan, sampled_tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-        """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token.
+    def update(
+        self,
+        plan: BatchPlan,
+        sampled_tokens: Sequence[int],
+        logprobs: Sequence[float],
+        candidates: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> list[Request]:
+        """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token, or if it is a
+        beam, candidates for one.
 
         Rows of requests that were aborted since, or lost their pages, are skipped: `sampled_tokens` may be longer than
         the plan (padding), and holds nothing of use for rows that did not reach their request's last token.
@@ -219,7 +238,7 @@ class Scheduler:
         now, gained, page_size = perf_counter(), [], self.pool.page_size
         tokens, logprobs = np.asarray(sampled_tokens).tolist(), np.asarray(logprobs).tolist()
         assert len(tokens) >= len(plan.rows), f"{len(tokens)} sampled tokens for {len(plan.rows)} rows"
-        for row, token_id, logprob in zip(plan.rows, tokens, logprobs, strict=False):
+        for index, (row, token_id, logprob) in enumerate(zip(plan.rows, tokens, logprobs, strict=False)):
             request, start, num_tokens = row
             if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
                 continue
@@ -229,12 +248,41 @@ class Scheduler:
                 self._publish(request)
             if request.forks and request.has_computed_prompt:
                 self._release_forks(request)
-            if samples:
+            if samples and request.is_beam:
+                assert candidates is not None, "a beam search needs steps that return candidates"
+                request.candidates = candidates[0][index], candidates[1][index]
+                gained.append(request)
+            elif samples:
                 request.append(token_id, logprob, now)
                 gained.append(request)
                 if end := request.end(self.max_model_len):
                     self.finish(request, *end)
         return gained
+
+    def branch(self, beams: list[Request], branches: Sequence[Branch]) -> list[Request]:
+        """Has beams go on as branches of themselves, the requests among them trading tokens and pages; returns them in
+        the order of the branches. Those that no branch is left for are ended."""
+        now = perf_counter()
+        took: dict[int, Request] = {}  # the request of each branch that stays in its parent's
+        for at, branch in enumerate(branches):
+            if all(branch.parent != branches[other].parent for other in took):
+                took[at] = beams[branch.parent]
+        idle = [beam for beam in beams if all(beam is not stays for stays in took.values())]
+        lengths = [beam.num_tokens for beam in beams]
+        for at, branch in enumerate(branches):
+            if at not in took:
+                took[at] = idle.pop()
+                self._follow(took[at], beams[branch.parent])
+        outputs = [(list(beam.output_token_ids), list(beam.output_logprobs)) for beam in beams]
+        for at, branch in enumerate(branches):
+            request, (token_ids, logprobs) = took[at], outputs[branch.parent]
+            request.output_token_ids, request.output_logprobs = list(token_ids), list(logprobs)
+            request.num_inherited_tokens = lengths[branch.parent]
+            request.append(branch.token_id, branch.logprob, now)
+            request.candidates = None
+        for beam in idle:
+            self.finish(beam, "abort")
+        return [took[at] for at in range(len(branches))]
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request and frees its pages. Of one that has ended, only the reasons change: where the last token
@@ -260,7 +308,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             request.drop_pages()
             request.parent, request.forks = None, []
-        self.running, self.waiting = [], list(self._requests.values())
+        self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ARRIVAL)
 
     def forget(self) -> None:
         """Empties the prefix cache, as the weights are others now. What is running goes on with the KV it has."""
@@ -287,7 +335,7 @@ class Scheduler:
         for requests in (self.running, self.waiting):
             assert requests == sorted(requests, key=BY_ARRIVAL), "not in the order of arrival"
         known = sorted([*self.running, *self.waiting, *attached], key=BY_ARRIVAL)
-        assert known == list(self._requests.values()), "a request is lost or known twice"
+        assert known == sorted(self._requests.values(), key=BY_ARRIVAL), "a request is lost or known twice"
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
@@ -309,7 +357,7 @@ class Scheduler:
         """Pages that hold the first tokens of a request which is to start, and how many tokens they hold."""
         parent = request.parent
         if parent is not None and parent.status is RequestStatus.RUNNING and parent.has_computed_prompt:
-            num_tokens = min(parent.num_computed_tokens, request.num_tokens)
+            num_tokens = min(parent.num_computed_tokens, request.num_inherited_tokens)
             return parent.page_ids[: self.pool.pages_for(num_tokens)], num_tokens
         page_ids = self._found(request)
         return page_ids, len(page_ids) * self.pool.page_size
@@ -346,6 +394,23 @@ class Scheduler:
         self.num_cached_tokens += request.num_computed_tokens - computed
         if request.has_computed_prompt:
             self._release_forks(request)
+
+    def _follow(self, request: Request, parent: Request) -> None:
+        """Gives a request the pages of another, whose tokens it is about to go on from, in the place of its own."""
+        is_running = request.status is RequestStatus.RUNNING
+        if parent.status is RequestStatus.RUNNING and is_running:
+            self.pool.fork(parent.page_ids)
+            self.pool.release(request.drop_pages())
+            request.add_pages(parent.page_ids, self._pages_per_seq)
+            request.num_computed_tokens = parent.num_computed_tokens
+            request.num_published_pages = parent.num_published_pages
+            request.is_stale = parent.is_stale
+            request.shares_tail = parent.shares_tail = True
+        else:
+            if is_running:
+                self._stop(request)
+            request.parent = parent
+        request.page_keys = list(parent.page_keys)
 
     def _find_more(self, request: Request) -> bool:
         """Whether a request whose pages are full goes on with some that others have published since it was started."""

@@ -38,7 +38,7 @@ def batch_of(rows: list[dict], vocab: int) -> SamplingBatch:
 def draw(logits, rows: list[dict], positions=None) -> tuple[np.ndarray, np.ndarray]:
     logits = np.asarray(logits, np.float32)
     positions = np.arange(len(rows)) if positions is None else np.broadcast_to(positions, len(rows))
-    ids, logprobs = sample(logits, batch_of(rows, logits.shape[1]), positions.astype(np.int32))
+    ids, logprobs, *_ = sample(logits, batch_of(rows, logits.shape[1]), positions.astype(np.int32))
     assert ids.dtype == jnp.int32 and logprobs.dtype == jnp.float32
     return np.asarray(ids), np.asarray(logprobs)
 
@@ -49,7 +49,7 @@ def draw_many(logits, rows: list[dict], times: int, first_position: int = 1) -> 
     positions = np.tile(np.arange(first_position, first_position + times), len(rows))
     batch = batch_of(rows, logits.shape[1])
     repeated = SamplingBatch(*(np.repeat(field, times, axis=0) for field in batch))
-    ids, _ = sample(np.repeat(logits, times, axis=0), repeated, positions.astype(np.int32))
+    ids, *_ = sample(np.repeat(logits, times, axis=0), repeated, positions.astype(np.int32))
     return np.asarray(ids).reshape(len(rows), times)
 
 

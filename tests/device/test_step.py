@@ -162,7 +162,7 @@ def test_a_step_draws_from_the_last_logits_at_the_position_after_the_context(dec
     _, logits = jitted_logits(config, params.weights, pool(), batch)
     for temperature in (0.0, 1.5):
         batch = batch._replace(sampling=sampling(ROWS, temperature))
-        _, ids, logprob = jitted_step(config, params.weights, pool(), batch)
+        _, (ids, logprob, *_) = jitted_step(config, params.weights, pool(), batch)
         wanted_ids, wanted_logprob = jax.jit(sample)(logits, batch.sampling, batch.context_lens)
         np.testing.assert_array_equal(ids[:3], wanted_ids[:3])
         np.testing.assert_allclose(logprob[:3], wanted_logprob[:3], atol=1e-5)
@@ -199,7 +199,7 @@ def test_the_pool_is_updated_in_place(kind, load_tiny):
     assert_in_place(jitted_step, params, batch)
     kv_pages = make_kv_pages(params.config, NUM_PAGES, PAGE_SIZE, jnp.float32)
     where = [pages.unsafe_buffer_pointer() for pages in jax.tree.leaves(kv_pages)]
-    after, _, _ = jitted_step(params.config, params.weights, kv_pages, batch)
+    after, _ = jitted_step(params.config, params.weights, kv_pages, batch)
     assert [pages.unsafe_buffer_pointer() for pages in jax.tree.leaves(after)] == where
     assert all(pages.is_deleted() for pages in jax.tree.leaves(kv_pages))
 

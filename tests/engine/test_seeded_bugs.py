@@ -39,8 +39,8 @@ def change_results(patch, change) -> None:
     call = CompiledSteps.__call__
 
     def changed(self, weights, kv_pages, batch):
-        kv_pages, token_ids, logprobs = call(self, weights, kv_pages, batch)
-        return kv_pages, change(np.asarray(token_ids), batch), logprobs
+        kv_pages, sampled = call(self, weights, kv_pages, batch)
+        return kv_pages, sampled._replace(token_ids=change(np.asarray(sampled.token_ids), batch))
 
     patch.setattr(CompiledSteps, "__call__", changed)
 

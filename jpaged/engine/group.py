@@ -1,0 +1,109 @@
+"""Owns `Group`: what a caller knows as one request: its samples, each scheduled on its own, or its beam search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from jpaged.engine.outputs import CompletionOutput, RequestOutput
+from jpaged.host.beam_search import BeamSearch, Found
+from jpaged.host.detokenizer import Detokenizer
+from jpaged.host.request import Request, RequestStatus
+from jpaged.host.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sequence of a request."""
+
+    request: Request
+    detokenizer: Detokenizer | None
+    index: int
+    group: Group
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one request, of which `num_unfinished` go on. With `beams` they are the beams of a search, and
+    what it has found when it has ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    num_unfinished: int
+    beams: BeamSearch | None = None
+
+    @property
+    def num_returned(self) -> int:
+        return self.samples[0].request.sampling.n
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether its outputs are of use before all have ended: which samples are returned is known from the start."""
+        return self.beams is None and len(self.samples) == self.num_returned
+
+    def output(self) -> RequestOutput:
+        outputs = [CompletionOutput(s.index, s.request, s.detokenizer) for s in self.samples]
+        if self.beams is None and len(outputs) > self.num_returned:  # the best of them
+            outputs.sort(key=attrgetter("cumulative_logprob"), reverse=True)
+        outputs = outputs[: self.num_returned]
+        for index, output in enumerate(outputs):
+            output.index = index
+        first = self.samples[0].request
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=not self.num_unfinished,
+            num_preemptions=sum(s.request.num_preemptions for s in self.samples),
+            num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
+        )
+
+    def branch(self, scheduler: Scheduler, detokenizer_of: Callable[[Request], Detokenizer | None]) -> bool:
+        """Has the beams go on, if all know how they may; True when the search has ended."""
+        search, beams = self.beams, [sample.request for sample in self.samples]
+        assert search is not None
+        candidates = [beam.candidates for beam in beams if beam.candidates is not None]
+        if len(candidates) < len(beams):
+            return False
+        outputs = [(beam.output_token_ids, beam.output_logprobs) for beam in beams]
+        branches = search.advance(outputs, *map(np.stack, zip(*candidates, strict=True)))
+        if not branches:
+            scheduler.branch(beams, [])
+            self.samples = [self._found(beams[0], found, detokenizer_of) for found in search.found]
+            self.samples[0].request.num_preemptions = sum(beam.num_preemptions for beam in beams)
+            self.num_unfinished = 0
+            return True
+        while len(beams) < len(branches):
+            beam = beams[0].like(f"{self.request_id}/{len(beams)}", parent=beams[0])
+            self.samples.append(Sample(beam, None, len(beams), self))  # first, so that an abort finds it
+            scheduler.add(beam, after=beams[-1])
+            beams.append(beam)
+        beams = scheduler.branch(beams, branches)
+        self.samples = [Sample(beam, None, index, self) for index, beam in enumerate(beams)]
+        return False
+
+    def _found(self, first: Request, found: Found, detokenizer_of: Callable) -> Sample:
+        """What the search has found, as a sample that has ended."""
+        request = first.like(
+            self.request_id,
+            output_token_ids=found.token_ids,
+            output_logprobs=found.logprobs,
+            token_times=first.token_times[: len(found.token_ids)],
+            status=RequestStatus.FINISHED,
+            finish_reason=found.reason,
+            stop_reason=found.stop_reason,
+            finish_time=time.perf_counter(),
+            num_cached_tokens=first.num_cached_tokens,
+            score=found.score,
+        )
+        detokenizer = detokenizer_of(request)
+        if detokenizer is not None:
+            detokenizer.finish()
+        return Sample(request, detokenizer, 0, self)

@@ -1,0 +1,170 @@
+"""Beam search: the sequences and scores of transformers, whatever runs beside it and however little memory there is."""
+
+from __future__ import annotations
+
+import engine_support as support
+import numpy as np
+import pytest
+from engine_support import serve
+
+import jpaged
+from jpaged.host.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("engine")
+
+PREFIX = [(7 * i * i + 3) % 300 for i in range(30)]
+OPTIONS = {"max_num_beams": 4, "max_num_seqs": 8}
+BEAMS = SamplingParams(num_beams=4, n=4, temperature=0, max_tokens=14, logprobs=True, stop_token_ids=[73, 3, 105])
+
+
+def beam_tokens(output):
+    return [(sample.token_ids, sample.finish_reason, sample.stop_reason) for sample in output.outputs]
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert beam_tokens(a) == beam_tokens(b)
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            np.testing.assert_allclose(x.score, y.score, atol=1e-5)
+            np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return support.build(support.tiny("llama"), **OPTIONS, num_pages=200)
+
+
+def test_scores_are_the_log_probabilities_over_the_length(large):
+    output = serve(large, [PREFIX[:9]], BEAMS)[0]
+    scores = [sample.score for sample in output.outputs]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
+    for sample in output.outputs:
+        assert sample.score == pytest.approx(sum(sample.logprobs) / len(sample.token_ids), abs=1e-5)
+        assert sample.finish_reason == ("stop" if sample.token_ids[-1] in BEAMS.stop_token_ids else "length")
+    support.assert_idle(large)
+
+
+@pytest.fixture(scope="module", params=[(True, True), (True, False), (False, True), (False, False)])
+def other(request):
+    prefix_caching, async_scheduling = request.param
+    options = {"prefix_caching": prefix_caching, "async_scheduling": async_scheduling}
+    return support.build(support.tiny("llama"), **OPTIONS, **options, num_pages=200)
+
+
+@pytest.mark.parametrize("num_pages", [199, 40, 32, 27])
+def test_beams_are_the_same_beside_others_and_in_little_memory(large, other, num_pages):
+    """Several searches, samples and greedy requests at once, in less than one search would take without sharing."""
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=True)
+    work = [
+        (PREFIX[5:], greedy),
+        (PREFIX[:29], BEAMS),
+        (PREFIX[:12], greedy),
+        (PREFIX[:9], SamplingParams(num_beams=3, n=2, temperature=0, max_tokens=9, length_penalty=0.0, logprobs=True)),
+        (PREFIX[3:20], SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=8, ignore_eos=True, logprobs=True)),
+        (PREFIX[:17], SamplingParams(num_beams=2, temperature=0, max_tokens=25, early_stopping=True, logprobs=True)),
+        (PREFIX[8:24], BEAMS),
+    ]
+    expected = [serve(large, [prompt], one)[0] for prompt, one in work]
+    other.reset_prefix_cache()
+    before = other.stats.num_preemptions
+    with support.small_pool(other, num_pages):
+        found = serve(other, *zip(*work, strict=True))
+    for a, b in zip(found, expected, strict=True):
+        if a.outputs[0].score is None:
+            assert support.tokens([a]) == support.tokens([b])
+        else:
+            assert_same([a], [b])
+    preemptions = other.stats.num_preemptions - before
+    assert sum(output.num_preemptions for output in found) == preemptions
+    assert (preemptions > 0) == (num_pages < 35)
+    support.assert_idle(other)
+
+
+def test_beams_share_their_prompt_and_what_they_have_in_common(large):
+    before = large.stats.num_scheduled_tokens
+    large.reset_prefix_cache()
+    large.add_request(PREFIX[:28], SamplingParams(num_beams=4, temperature=0, max_tokens=12, ignore_eos=True))
+    most = 0
+    while large.has_unfinished_requests():
+        large.step()
+        most = max(most, large.num_pages - large.num_free_pages)
+    assert large.stats.num_scheduled_tokens - before <= 28 + 4 * 12
+    assert most <= 7 + 4 * 3 < 4 * 10
+
+
+def test_a_search_can_be_aborted_at_any_time(large):
+    for steps in range(6):
+        name = large.add_request(PREFIX[:9], BEAMS)
+        for _ in range(steps):
+            large.step()
+        assert large.abort(name)
+        support.assert_idle(large)
+
+
+def test_generate_builds_an_engine_that_is_wide_enough():
+    options = {**support.LIMITS, "warm_up": False, "num_pages": 100}
+    output = jpaged.generate(support.tiny("llama"), PREFIX[:9], BEAMS, **options)[0]
+    assert len(output.outputs) == 4 and output.finished
+
+
+def test_after_warm_up_a_search_compiles_nothing():
+    options = {"max_num_beams": 2, "max_num_seqs": 2, "max_num_batched_tokens": 16, "warm_up": True}
+    engine = support.build(support.tiny("llama"), **options, late_compile="error", num_pages=60)
+    serve(engine, [PREFIX[:9]], SamplingParams(num_beams=2, temperature=0, max_tokens=8))
+    assert engine.stats.num_compiles == 0 and engine.stats.num_page_copies > 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"num_beams": 5}, "num_beams is 5, but this engine was built for at most 4: give it max_num_beams=5"),
+        ({"num_beams": 4, "max_tokens": None}, "4 beams of up to 64 tokens may take 64 pages, but the KV cache has 40"),
+        ({"num_beams": 4, "stop_token_ids": list(range(9))}, "are more than the 12 candidates of this engine"),
+    ],
+)
+def test_a_search_that_the_engine_cannot_serve_is_refused(sampling, words):
+    engine = support.build(support.tiny("llama"), **OPTIONS, num_pages=41)
+    with pytest.raises(ValueError, match=words):
+        engine.add_request(PREFIX[:9], SamplingParams(**{"temperature": 0, "max_tokens": 8} | sampling))
+    assert not engine.has_unfinished_requests()
+
+
+def test_more_beams_than_rows_are_refused():
+    engine = support.build(support.tiny("llama"), max_num_beams=4, max_num_seqs=2)
+    with pytest.raises(ValueError, match=r"num_beams \(3\) must not exceed max_num_seqs \(2\)"):
+        engine.add_request(PREFIX[:9], SamplingParams(num_beams=3, temperature=0))
+
+
+def test_a_search_cannot_be_forked(large):
+    large.add_request(PREFIX[:9], BEAMS, request_id="beams")
+    large.step()
+    with pytest.raises(ValueError, match="'beams' is a beam search, which branches by itself, and cannot be forked"):
+        large.fork("beams")
+    large.abort("beams")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "temperature=1.0 contradicts num_beams=2.*set temperature=0"),
+        ({"num_beams": 2, "temperature": 0, "top_k": 3}, "top_k=3 contradicts num_beams=2"),
+        ({"num_beams": 2, "temperature": 0, "top_p": 0.5}, "top_p=0.5 contradicts"),
+        ({"num_beams": 2, "temperature": 0, "stop": "x"}, "stop=.*contradicts"),
+        ({"num_beams": 2, "temperature": 0, "n": 3}, r"n \(3\) must not exceed num_beams \(2\)"),
+        ({"num_beams": 2, "temperature": 0, "best_of": 2}, "best_of=2 contradicts"),
+        ({"num_beams": 0}, "num_beams must be a whole number from 1 .* to 64, got 0"),
+        ({"num_beams": 65}, "num_beams must be .* got 65"),
+        ({"length_penalty": 2.0}, r"length_penalty \(2.0\) and early_stopping \(False\) are of a beam search"),
+        ({"early_stopping": True}, "are of a beam search: set num_beams above 1"),
+        ({"num_beams": 2, "temperature": 0, "early_stopping": "ever"}, "early_stopping must be True, False or 'never'"),
+        (
+            {"num_beams": 2, "temperature": 0, "early_stopping": 1},
+            "early_stopping must be True.*, got 1",
+        ),
+        ({"num_beams": 2, "temperature": 0, "length_penalty": float("nan")}, "length_penalty must be a finite number"),
+        ({"num_beams": 2, "temperature": 0, "length_penalty": float("-inf")}, "length_penalty must be a finite number"),
+    ],
+)
+def test_options_that_contradict_a_beam_search_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**options)
