@@ -168,3 +168,53 @@ def test_a_search_cannot_be_forked(large):
 def test_options_that_contradict_a_beam_search_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**options)
+
+
+# transformers' results, see tests/data/README.md
+
+
+def stored_cases(name: str):
+    """(prompt, sampling, [(tokens, score, log-probabilities), ...]) of each stored case; eos ids are stop ids here."""
+    with np.load(support.CHECKPOINTS / name / "beams.npz") as stored:
+        data = dict(stored)
+
+    def cut(flat: str, lengths: str):
+        return [part.tolist() for part in np.split(data[flat], np.cumsum(data[lengths])[:-1])]
+
+    sequences = list(zip(cut("token_ids", "lengths"), data["scores"].tolist(), cut("logprobs", "lengths"), strict=True))
+    early = {"False": False, "True": True, "never": "never"}
+    for i, (prompt, eos) in enumerate(
+        zip(cut("prompt_token_ids", "prompt_lengths"), cut("eos_token_ids", "eos_lengths"))
+    ):
+        n = int(data["num_return_sequences"][i])
+        sampling = SamplingParams(
+            temperature=0,
+            num_beams=int(data["num_beams"][i]),
+            n=n,
+            length_penalty=float(data["length_penalty"][i]),
+            early_stopping=early[str(data["early_stopping"][i])],
+            max_tokens=int(data["max_new_tokens"][i]),
+            stop_token_ids=eos,
+            ignore_eos=True,
+            logprobs=True,
+        )
+        yield prompt, sampling, sequences[:n]
+        del sequences[:n]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sw8", "llama_tied_bias", "llama_multi_eos"])
+def test_beams_are_those_of_transformers(name):
+    """All cases at once: up to 16 sequences run together, in pages that hold only some of them."""
+    cases = list(stored_cases(name))
+    assert len(cases) == 30
+    engine = support.build(
+        support.tiny(name), max_num_beams=8, max_num_seqs=16, max_num_batched_tokens=32, num_pages=140, page_size=4
+    )
+    found = serve(engine, [prompt for prompt, _, _ in cases], [sampling for _, sampling, _ in cases])
+    for output, (_, sampling, expected) in zip(found, cases, strict=True):
+        assert [sample.token_ids for sample in output.outputs] == [tokens for tokens, _, _ in expected], sampling
+        for sample, (tokens, score, logprobs) in zip(output.outputs, expected, strict=True):
+            assert sample.score == pytest.approx(score, rel=1e-4, abs=1e-4)
+            np.testing.assert_allclose(sample.logprobs, logprobs, atol=1e-4)
+            assert sample.finish_reason == ("stop" if tokens[-1] in sampling.stop_token_ids else "length")
+    support.assert_idle(engine)
