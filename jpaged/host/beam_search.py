@@ -75,8 +75,6 @@ class BeamSearch:
         return branches if branches and self._may_improve(length) else []
 
     def _finish(self, branch: Branch, output: tuple[list[int], list[float]], total: float) -> None:
-        if self._sampling.early_stopping is True and len(self.found) == self.width:
-            return
         token_ids, logprobs = [*output[0], branch.token_id], [*output[1], branch.logprob]
         ends = branch.token_id in self._ending_ids
         stop = branch.token_id if branch.token_id in (self._sampling.stop_token_ids or ()) else None
