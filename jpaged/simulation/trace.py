@@ -34,10 +34,10 @@ class TraceSpec(NamedTuple):
 # The means are those of Kwon et al. 2023, figure 11 (arXiv:2309.06180). The paper does not publish the spreads:
 # - ShareGPT's outputs: by its figure 2, a slot of 2048 tokens under Orca (Max) has 20.4 : 13.3 : 57.3 shares of tokens,
 #   of room for tokens to come, and of room never used: 459, 299 and 1290 slots. At a random moment the tokens to come
-#   are E[output^2] / (2 E[output]); with 299 and the mean, that is a sigma of 0.77 (after the cut at 2048).
+#   are E[output^2] / (2 E[output]); with 299 and the mean, that is a sigma of 0.8 with the cut at 2048.
 # - All others are assumed: heavy tails for ShareGPT's prompts, which are chats and pasted texts, and for Alpaca's
 #   outputs; a narrow one for Alpaca's one-line instructions.
-SHAREGPT = TraceSpec("ShareGPT", 161.31, 337.99, 1.2, 0.77)
+SHAREGPT = TraceSpec("ShareGPT", 161.31, 337.99, 1.2, 0.8)
 ALPACA = TraceSpec("Alpaca", 19.31, 58.45, 0.5, 1.0)
 
 

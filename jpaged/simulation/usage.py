@@ -29,22 +29,17 @@ class MemoryUse:
 
 
 class Tally:
-    """Sums over the saturated phase: the steps in which requests wait for memory, from when as many have ended as
-    filled it first. (Those all began at once and are no sample of what runs later.)"""
+    """Sums over the saturated phase: the steps in which requests wait for memory, from when as many have ended as run.
+    (The first ones all began at once and are no sample of what runs later.)"""
 
     def __init__(self, num_slots: int, num_requests: int):
         self.num_slots = num_slots
         self.num_requests = num_requests
         self.num_steps = 0
         self._held = self._reserved = self._kept = self._running = 0
-        self._first: int | None = None  # requests that filled the memory first
 
     def is_saturated(self, num_running: int, num_waiting: int) -> bool:
-        if not num_waiting:
-            return False
-        if self._first is None:
-            self._first = num_running
-        return self.num_requests - num_running - num_waiting >= self._first
+        return num_waiting > 0 and self.num_requests - num_running - num_waiting >= num_running
 
     def add(self, held: int, reserved: int, kept: int, num_running: int) -> None:
         """A step's slots: that hold a token, that will, and that are kept for requests, these two and others."""
@@ -77,5 +72,6 @@ class Tally:
         """Raises ValueError if the trace was too short to keep requests waiting."""
         if not self.num_steps:
             raise ValueError(
-                f"{self.num_requests} requests are too few to keep the memory full: give more tokens, or fewer slots"
+                f"the trace is too short to keep the memory full, it has {self.num_requests} sequences: "
+                "give more tokens, or fewer slots"
             )
