@@ -22,8 +22,16 @@ ALLOWED: dict[str, set[str]] = {
     "jpaged.checkpoint": {"jpaged.device", "jpaged.models", "jpaged.host"},
     "jpaged.engine": {"jpaged.checkpoint", "jpaged.device", "jpaged.models", "jpaged.host", "pallas_kernels"},
     "jpaged.small_model": {"jpaged.host"},
+    "jpaged.simulation": {"jpaged.host"},
     "jpaged.bench": {"jpaged.engine", "jpaged.host"},
-    "jpaged.cli": {"jpaged", "jpaged.bench", "jpaged.host", "jpaged.small_model", "pallas_kernels"},
+    "jpaged.cli": {
+        "jpaged",
+        "jpaged.bench",
+        "jpaged.host",
+        "jpaged.simulation",
+        "jpaged.small_model",
+        "pallas_kernels",
+    },
     "jpaged": {"jpaged.engine", "jpaged.checkpoint", "jpaged.device", "jpaged.models", "jpaged.host"},
 }
 # What a layer may import from outside, where that is limited.
@@ -32,6 +40,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jpaged.host.tokenizer": {"numpy", "tokenizers", *sys.stdlib_module_names},
     "jpaged.host.gguf_tokenizer": {"numpy", "tokenizers", *sys.stdlib_module_names},
     "jpaged.host.chat": {"jinja2", *sys.stdlib_module_names},
+    "jpaged.simulation": {"numpy", *sys.stdlib_module_names},
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "numpy", *sys.stdlib_module_names},
     "pallas_kernels.paged_attention.jax_triton": {"jax", "jax_triton", "triton", *sys.stdlib_module_names},
 }
@@ -108,7 +117,7 @@ def test_no_import_crosses_the_layers_against_the_arrows():
 
 def test_the_arrows_never_turn_back():
     # models, device and checkpoint are one layer in three folders: they may know each other.
-    rank = {"pallas_kernels": 0, "jpaged.host": 0, "jpaged.small_model": 1}
+    rank = {"pallas_kernels": 0, "jpaged.host": 0, "jpaged.small_model": 1, "jpaged.simulation": 1}
     rank |= {"jpaged.device": 1, "jpaged.models": 1, "jpaged.checkpoint": 1, "jpaged.engine": 2}
     rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.cli": 5}
     assert rank.keys() == ALLOWED.keys()
@@ -130,6 +139,8 @@ def test_the_arrows_never_turn_back():
         ("jpaged.host.scheduler", "import importlib\nimportlib.import_module('jpaged.device')"),
         ("jpaged.device.step", "from jpaged.engine.engine import Engine"),
         ("jpaged.engine.engine", "from jpaged import load"),
+        ("jpaged.simulation.paged", "import jax"),
+        ("jpaged.simulation.paged", "from jpaged.engine.engine import Engine"),
         ("pallas_kernels.paged_attention", "from jpaged.device import linear"),
         ("pallas_kernels.paged_attention", "import click"),
         ("jpaged.newfolder.thing", "import os"),
@@ -160,10 +171,21 @@ def test_the_dependencies_are_the_third_party_imports():
     ours = {"jpaged", "pallas_kernels", "__future__", *sys.stdlib_module_names}
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in project["dependencies"]}
-    optional = {"jax_triton", "triton"}  # the extra `triton`, for the one kernel that is taken only when it is named
-    assert imported - ours == declared | optional
-    extra = project["optional-dependencies"]["triton"]
-    assert {re.match(r"[\w.-]+", line)[0].replace("-", "_") for line in extra} == optional
+    # The extra `triton` is for the one kernel that is taken only when it is named.
+    optional = {"triton": {"jax_triton", "triton"}, "plots": {"matplotlib"}}
+    assert imported - ours == declared.union(*optional.values())
+    for extra, names in optional.items():
+        lines = project["optional-dependencies"][extra]
+        assert {re.match(r"[\w.-]+", line)[0].replace("-", "_") for line in lines} == names
+
+
+def test_matplotlib_is_imported_for_the_pictures_only():
+    importing = [
+        module
+        for module, path in modules()
+        if any(name.split(".")[0] == "matplotlib" for name in imports_of(path.read_text(), module))
+    ]
+    assert importing == ["jpaged.cli.memory_plots"]
 
 
 @pytest.mark.parametrize("statement", ["import jpaged", "import jpaged.host.scheduler", "import jpaged.cli"])

@@ -1,43 +1,72 @@
-"""Owns `jpaged bench`: a workload's figures as a table and as JSON."""
+"""Owns `jpaged bench` and its modes that measure an engine: a workload's figures as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jpaged import __version__
+from jpaged.cli.bench_memory import json_option, memory
 from jpaged.cli.options import OpenedEngine, engine_options, open_engine
 
 if TYPE_CHECKING:
     from jpaged.bench import Round
 
 
-@click.command(short_help="Measure the speed of a workload.")
-@click.argument("mode", type=click.Choice(["throughput", "latency"]))
-@click.option("--workload", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON file; see above.")
-@click.option("--name", "names", multiple=True, help="A workload in the file (repeatable) [default: all].")
-@click.option(
-    "--rounds",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Passes over the workloads; the table shows the median one.",
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file."
-)
-@engine_options
-def bench(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_file: str | None, **options: Any) -> None:
-    """Measure the speed of a workload: THROUGHPUT sends all its requests at once, LATENCY one after another.
+@click.group(short_help="Measure speed, or simulate the use of memory.")
+def bench() -> None:
+    """Measure the speed of a workload on an engine, or simulate what paging does for the memory of the KV cache."""
 
+
+bench.add_command(memory)
+
+
+def workload_options(command: Callable) -> Callable:
+    """Adds what the measuring modes ask for; `measure` takes it."""
+    for option in (
+        engine_options,
+        json_option,
+        click.option(
+            "--rounds",
+            default=1,
+            show_default=True,
+            type=click.IntRange(min=1),
+            help="Passes over the workloads; the table shows the median one.",
+        ),
+        click.option("--name", "names", multiple=True, help="A workload in the file (repeatable) [default: all]."),
+        click.option(
+            "--workload", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON file; see above."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+THE_FILE = """
     The workload is a JSON file of named lists of requests, whose prompts are token ids:
     {"name": [{"prompt": [504, 3575], "max_tokens": 64}, ...], ...}. With the key "ignore_eos": true beside the
     names, every request generates all of its max_tokens.
-    """
+"""
+
+
+@bench.command(help=f"Measure the speed of a workload, all requests sent at once.\n{THE_FILE}")
+@workload_options
+def throughput(**options: Any) -> None:
+    measure("throughput", **options)
+
+
+@bench.command(help=f"Measure the speed of a workload, one request after another.\n{THE_FILE}")
+@workload_options
+def latency(**options: Any) -> None:
+    measure("latency", **options)
+
+
+def measure(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_file: str | None, **options: Any):
     from jpaged.bench import median_round, read_workloads, run_round
 
     workloads = read_workloads(workload, None if not names or "all" in names else list(names))
