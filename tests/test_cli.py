@@ -196,14 +196,17 @@ def test_max_tokens_zero_means_as_many_as_fit(fake):
 def test_every_engine_option_reaches_the_engine(fake):
     flags = "--page-size 8 --max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 512 --kv-dtype bfloat16 "
     flags += "--gpu-memory-utilization 0.5 --kv-cache-memory 1GiB --warm-up yes --late-compile error --check-integrity "
-    flags += "--compilation-cache-dir c --kernels triton --interpret-kernels"
+    flags += "--compilation-cache-dir c --kernels triton --interpret-kernels "
+    flags += "--max-num-beams 2 --no-prefix-caching"
     result = run("generate", *flags.split(), "hello")
     assert result.exit_code == 0, result.output
     assert fake.settings == {
         "page_size": 8,
         "max_num_seqs": 3,
+        "max_num_beams": 2,
         "max_num_batched_tokens": 64,
         "max_model_len": 512,
+        "prefix_caching": False,
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory": "1GiB",
         "dtype": "bfloat16",

@@ -59,7 +59,7 @@ def main() -> None:
         found = []
         for b in batches:
             if b.query_starts is None:
-                _, ids, logprobs = draw(weights, pool, b)
+                _, (ids, logprobs, *_) = draw(weights, pool, b)
                 found += [np.asarray(ids), np.asarray(logprobs)]
             pool, logits = run(weights, pool, b)
             found.append(np.asarray(logits))

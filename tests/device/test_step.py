@@ -163,10 +163,10 @@ def test_a_step_draws_from_the_last_logits_at_the_position_after_the_context(dec
     for temperature in (0.0, 1.5):
         batch = batch._replace(sampling=sampling(ROWS, temperature))
         _, (ids, logprob, *_) = jitted_step(config, params.weights, pool(), batch)
-        wanted_ids, wanted_logprob = jax.jit(sample)(logits, batch.sampling, batch.context_lens)
+        wanted_ids, wanted_logprob, *_ = jax.jit(sample)(logits, batch.sampling, batch.context_lens)
         np.testing.assert_array_equal(ids[:3], wanted_ids[:3])
         np.testing.assert_allclose(logprob[:3], wanted_logprob[:3], atol=1e-5)
-        shifted, _ = jax.jit(sample)(logits, batch.sampling, batch.context_lens + 1)
+        shifted, *_ = jax.jit(sample)(logits, batch.sampling, batch.context_lens + 1)
         assert (temperature == 0) == bool((shifted[:3] == ids[:3]).all())
         if temperature == 0:
             np.testing.assert_array_equal(ids[:3], np.argmax(logits[:3], -1))
