@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compiles every GPU kernel, and whole steps, for H200 and A100 on a machine that needs neither, with the newest JAX and the
-# oldest that pyproject.toml allows; prints a row for each and fails on a broken bound:
+# oldest that pyproject.toml allows; prints a row for each and fails on a broken bound. The one kernel that JAX cannot
+# interpret is interpreted by Triton here.
 #
 #   bash scripts/check_kernels.sh              everything; writes the table into docs/kernels.md
 #   bash scripts/check_kernels.sh --quick      a representative part (any arguments go to scripts/check_kernels.py)
@@ -10,8 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 check() {  # VENV [ARGUMENT...]: its JAX with the compiler for CUDA laid over it: no toolkit, no driver
   local python="$1/bin/python" version overlay packages
   shift
-  packages=(absl-py nvidia-cuda-nvcc)
-  [ $# = 0 ] && packages+=(jax-triton==0.3.1 triton==3.6.0)  # some 200 MB
+  packages=(absl-py nvidia-cuda-nvcc jax-triton==0.3.1 triton==3.6.0)
   version="$("$python" -c 'import jax; print(jax.__version__)')"
   overlay="$REPO/.venv-cuda/$version"
   if [ "$(cat "$overlay/complete" 2>/dev/null)" != "${packages[*]}" ]; then
@@ -34,6 +34,10 @@ ensure_venv "$REPO/.venv-oldest" dev $(oldest_requirements "$REPO/.venv/bin/pyth
 check "$REPO/.venv" "$@"
 # What differs between versions differs for one card already.
 check "$REPO/.venv-oldest" "$@" $([ "${1:-}" = --quick ] && echo "--cards h200")
+say "The kernel in Triton itself, interpreted"
+version="$("$REPO/.venv-oldest/bin/python" -c 'import jax; print(jax.__version__)')"
+PYTHONPATH="$REPO/.venv-cuda/$version" TRITON_INTERPRET=1 JAX_PLATFORMS=cpu "$REPO/.venv-oldest/bin/python" -m pytest -q \
+  "$REPO/tests/kernels/test_jax_triton.py" || failed=1
 if [ $# = 0 ] && [ "$failed" = 0 ]; then
   "$REPO/.venv/bin/python" "$REPO/scripts/check_kernels.py" --table "$REPO/docs/kernels.md" "${results[@]}"
 fi

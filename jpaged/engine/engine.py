@@ -29,6 +29,7 @@ from jpaged.host.batch import Batch, Buckets, pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
 from jpaged.host.detokenizer import Detokenizer
+from jpaged.host.limits import Limits
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
@@ -67,7 +68,7 @@ class Engine:
         self.model_config = model = params.config
         self.tokenizer = params.tokenizer
         # A tokenizer may know of end-of-turn tokens that the config does not name.
-        self._eos_token_ids = frozenset(model.eos_token_ids) | getattr(self.tokenizer, "eos_token_ids", frozenset())
+        eos_token_ids = frozenset(model.eos_token_ids) | getattr(self.tokenizer, "eos_token_ids", frozenset())
         use_compilation_cache(config.compilation_cache_dir)
         self._compile_counter = compile_counter()
         compiles, began = self._compile_counter.compiles, time.perf_counter()
@@ -77,8 +78,8 @@ class Engine:
         kv_dtype = config.dtype or leaves[0].dtype
         kernels = Kernels(config.kernels, config.interpret_kernels)
         # Among so many are as many that end no text as there are beams.
-        spare = max(len(self._eos_token_ids), SPARE_CANDIDATES)
-        self._num_candidates = config.max_num_beams + spare if config.max_num_beams > 1 else 0
+        spare = max(len(eos_token_ids), SPARE_CANDIDATES)
+        num_candidates = config.max_num_beams + spare if config.max_num_beams > 1 else 0
         max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or 2048
         longest = config.max_model_len or model.max_position
@@ -96,7 +97,7 @@ class Engine:
                 num_pages=2,
                 kv_dtype=kv_dtype,
                 kernels=kernels,
-                num_candidates=self._num_candidates,
+                num_candidates=num_candidates,
                 device=device,
                 allow_late=True,
             )
@@ -134,9 +135,20 @@ class Engine:
             num_pages=num_pages,
             kv_dtype=kv_dtype,
             kernels=kernels,
-            num_candidates=self._num_candidates,
+            num_candidates=num_candidates,
             device=device,
             allow_late=config.late_compile == "allow",
+        )
+        self._limits = Limits(
+            vocab_size=model.vocab_size,
+            eos_token_ids=eos_token_ids,
+            has_tokenizer=self.tokenizer is not None,
+            max_model_len=longest,
+            max_num_seqs=max_num_seqs,
+            max_num_beams=config.max_num_beams,
+            num_candidates=num_candidates,
+            num_pages=num_pages - 1,
+            page_size=config.page_size,
         )
         self._with_rope_lens = needs_rope_lens(model)
         self._make_kv_pages = partial(make_kv_pages, model, num_pages, config.page_size, kv_dtype)
@@ -193,7 +205,7 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
-        self._check(token_ids, sampling)
+        self._limits.check(token_ids, sampling)
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be text or None, got {request_id!r}")
         if request_id is None:
@@ -201,7 +213,7 @@ class Engine:
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        max_tokens = self._max_tokens(token_ids, sampling)
+        max_tokens = self._limits.max_tokens(token_ids, sampling)
         requests: list[Request] = []
         for index in range(1 if sampling.num_beams > 1 else sampling.best_of or sampling.n):
             requests.append(
@@ -210,7 +222,7 @@ class Engine:
                     prompt_token_ids=token_ids,
                     sampling=sampling,
                     seed=_seed_of_sample(seed, index),
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=self._limits.eos_token_ids,
                     max_tokens=max_tokens,
                     is_beam=sampling.num_beams > 1,
                     cache_salt=self._cache_salt(token_ids, sampling),
@@ -357,55 +369,11 @@ class Engine:
         """Pages that requests can hold."""
         return self._pool.num_pages - 1
 
-    def _check(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which must also "
-                "hold what is generated: shorten the prompt or raise max_model_len"
-            )
-        for token_id in sampling.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {vocab_size - 1}")
-        if sampling.num_beams > 1:
-            self._check_beams(token_ids, sampling)
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
-
-    def _check_beams(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        width, most = sampling.num_beams, self.config.max_num_beams
-        if width > most:
-            raise ValueError(
-                f"num_beams is {width}, but this engine was built for at most {most}: give it max_num_beams={width}"
-            )
-        if width > self._scheduler.max_num_seqs:
-            raise ValueError(
-                f"num_beams ({width}) must not exceed max_num_seqs ({self._scheduler.max_num_seqs}): raise max_num_seqs"
-            )
-        num_ending = len(sampling.stop_token_ids or ()) + (0 if sampling.ignore_eos else len(self._eos_token_ids))
-        if width + num_ending > self._num_candidates:
-            raise ValueError(
-                f"num_beams ({width}) and {num_ending} ids that end a text are more than the {self._num_candidates} "
-                "candidates of this engine: give fewer stop_token_ids or build it with more max_num_beams"
-            )
-        num_tokens = len(token_ids) + self._max_tokens(token_ids, sampling)
-        num_pages = width * self._pool.pages_for(num_tokens)
-        if num_pages > self.num_pages:
-            raise ValueError(
-                f"{width} beams of up to {num_tokens} tokens may take {num_pages} pages, but the KV cache has "
-                f"{self.num_pages}: lower max_tokens or num_beams, or give the KV cache more memory"
-            )
-
     def _cache_salt(self, token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
         """What must be equal, beside the tokens, for requests to share pages."""
         # Rotations by the length of the prompt are those of prompts of this length alone.
         length = len(token_ids) if self._with_rope_lens else 0
         return f"{length} {sampling.cache_salt or ''}".encode()
-
-    def _max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
-        """How many tokens may follow a prompt."""
-        fit = self.max_model_len - len(token_ids)
-        return min(sampling.max_tokens or fit, fit)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """The text of a request's output so far."""

@@ -1,0 +1,68 @@
+"""Owns `Limits`: what an engine can serve, and the checks of what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .sampling_params import SamplingParams
+
+
+class Limits(NamedTuple):
+    """What a request must keep within, each known when an engine is built."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    has_tokenizer: bool
+    max_model_len: int
+    max_num_seqs: int
+    max_num_beams: int
+    num_candidates: int  # of each row's next token, for beams
+    num_pages: int  # that requests can hold
+    page_size: int
+
+    def max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+        """How many tokens may follow a prompt."""
+        fit = self.max_model_len - len(token_ids)
+        return min(sampling.max_tokens or fit, fit)
+
+    def check(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise ValueError for a prompt or sampling that cannot be served."""
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which must also "
+                "hold what is generated: shorten the prompt or raise max_model_len"
+            )
+        for token_id in sampling.stop_token_ids or ():
+            if token_id >= self.vocab_size:
+                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {self.vocab_size - 1}")
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
+        if sampling.num_beams > 1:
+            self._check_beams(token_ids, sampling)
+
+    def _check_beams(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        width = sampling.num_beams
+        if width > self.max_num_beams:
+            raise ValueError(
+                f"num_beams is {width}, but this engine was built for at most {self.max_num_beams}: give it "
+                f"max_num_beams={width}"
+            )
+        if width > self.max_num_seqs:
+            raise ValueError(
+                f"num_beams ({width}) must not exceed max_num_seqs ({self.max_num_seqs}): raise max_num_seqs"
+            )
+        num_ending = len(sampling.stop_token_ids or ()) + (0 if sampling.ignore_eos else len(self.eos_token_ids))
+        if width + num_ending > self.num_candidates:
+            raise ValueError(
+                f"num_beams ({width}) and {num_ending} ids that end a text are more than the {self.num_candidates} "
+                "candidates of this engine: give fewer stop_token_ids or build it with more max_num_beams"
+            )
+        # If all beams differ from the start, and while one is computed again the others wait: all must fit.
+        num_tokens = len(token_ids) + self.max_tokens(token_ids, sampling)
+        num_pages = width * -(-num_tokens // self.page_size)
+        if num_pages > self.num_pages:
+            raise ValueError(
+                f"{width} beams of up to {num_tokens} tokens may take {num_pages} pages, but the KV cache has "
+                f"{self.num_pages}: lower max_tokens or num_beams, or give the KV cache more memory"
+            )
