@@ -12,6 +12,7 @@ import numpy as np
 
 from .beam_search import Branch
 from .page_pool import PagePool
+from .page_tables import PageTables
 from .request import Request, RequestStatus
 
 
@@ -45,11 +46,6 @@ class Scheduler:
     the running, and the first of the waiting is started before all others. As the pool holds a request of
     `max_model_len` tokens, the oldest running request is never preempted for want of pages and advances in each step;
     so every request ends.
-
-    Pages are shared in two ways. Full pages are published under a key for all tokens up to their end, and a request
-    begins with the pages that are published for its own tokens (`prefix_caching`). A fork begins with all pages of the
-    request that it branches off, if that one is running; whoever writes first into a page that others hold too writes
-    into a copy.
     """
 
     def __init__(
@@ -69,10 +65,10 @@ class Scheduler:
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self._pages_per_seq = pool.pages_for(max_model_len)
-        if self._pages_per_seq > pool.num_pages - 1:
+        pages_per_seq = pool.pages_for(max_model_len)
+        if pages_per_seq > pool.num_pages - 1:
             raise ValueError(
-                f"max_model_len ({max_model_len}) takes {self._pages_per_seq} pages of {pool.page_size} tokens, but "
+                f"max_model_len ({max_model_len}) takes {pages_per_seq} pages of {pool.page_size} tokens, but "
                 f"the pool has {pool.num_pages - 1}: lower max_model_len to {(pool.num_pages - 1) * pool.page_size} "
                 "or give the KV cache more memory"
             )
@@ -81,14 +77,12 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
-        self._prefix_caching = prefix_caching
+        self._tables = PageTables(pool, pages_per_seq, prefix_caching)
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # that were not computed, as their KV was there
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._num_arrivals = 0
-        self._copies: list[tuple[int, int]] = []  # of the step that is being planned
 
     @property
     def has_unfinished(self) -> bool:
@@ -101,6 +95,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were not computed, as their KV was there."""
+        return self._tables.num_cached_tokens
 
     @property
     def num_held_tokens(self) -> int:
@@ -149,7 +148,7 @@ class Scheduler:
         """Shares out a step's tokens; None if there is nothing to do."""
         rows, budget, preemptions_before = [], self.max_num_batched_tokens, self.num_preemptions
         page_size = self.pool.page_size
-        self._copies = []
+        self._tables.copies = []
 
         # Every running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt, a
         # chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
@@ -160,7 +159,8 @@ class Scheduler:
             num_tokens = request.num_tokens - start
             if not num_tokens:
                 continue  # a beam that waits for the others
-            if num_tokens >= page_size and self._find_more(request):
+            if num_tokens >= page_size and self._tables.find_more(request):
+                self._release_forks(request)
                 start = request.num_computed_tokens
                 num_tokens = request.num_tokens - start
             num_tokens = min(num_tokens, budget)
@@ -175,14 +175,14 @@ class Scheduler:
         copies_to_come = 0
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            page_ids, num_shared = self._inheritance(request)
+            page_ids, num_shared = self._tables.inheritance(request)
             copies_to_come += num_shared % page_size > 0  # now, or with the first token that it draws
             missing = self.pool.pages_for(request.num_tokens) - len(page_ids) + self.pool.num_idle(page_ids)
             if self.num_preemptions > preemptions_before or missing + copies_to_come > self.pool.num_free:
                 break
             start = self._start(request, page_ids, num_shared)
             num_tokens = min(request.num_tokens - start, budget)
-            if not self._hold(request, start, start + num_tokens):
+            if not self._tables.hold(request, start, start + num_tokens):
                 self._stop(request)  # the free pages are being copied
                 break
             request.parent = None
@@ -197,7 +197,7 @@ class Scheduler:
         num_tokens = self.max_num_batched_tokens - budget
         if self._step_size is not None and num_tokens > len(rows):
             rows, num_tokens = self._cut(rows, num_tokens)
-        return BatchPlan(rows, num_tokens, self._copies) if rows else None
+        return BatchPlan(rows, num_tokens, self._tables.copies) if rows else None
 
     def ahead(self, plan: BatchPlan) -> BatchPlan | None:
         """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
@@ -211,14 +211,14 @@ class Scheduler:
                 return None
             if request.is_beam or request.num_left(self.max_model_len) < 2:
                 return None
-            if request.shares_tail and self._page_to_copy(request, start + 1, start + 2) is not None:
+            if request.shares_tail and self._tables.page_to_copy(request, start + 1, start + 2) is not None:
                 return None
             missing += start + 2 > len(request.page_ids) * page_size
         if missing > self.pool.num_free:
             return None
         if missing:
             for request, start, _ in plan.rows:
-                self._hold(request, start + 1, start + 2)
+                self._tables.hold(request, start + 1, start + 2)
         rows = [Row(request, start + 1, 1) for request, start, _ in plan.rows]
         return BatchPlan(rows, len(rows), [])
 
@@ -244,9 +244,9 @@ class Scheduler:
                 continue
             samples = row.samples
             request.num_computed_tokens = start + num_tokens
-            if self._prefix_caching and start + num_tokens >= (request.num_published_pages + 1) * page_size:
-                self._publish(request)
-            if request.forks and request.has_computed_prompt:
+            if start + num_tokens >= (request.num_published_pages + 1) * page_size:
+                self._tables.publish(request)
+            if request.forks:
                 self._release_forks(request)
             if samples and request.is_beam:
                 assert candidates is not None, "a beam search needs steps that return candidates"
@@ -291,10 +291,10 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             return
         self._place_of(request).remove(request)
-        self._release_forks(request)  # they begin on their own
         del self._requests[request.request_id]
         self.pool.release(request.drop_pages())
         request.status = RequestStatus.FINISHED
+        self._release_forks(request)  # they begin on their own
         request.finish_time = perf_counter()
 
     def start_over(self) -> None:
@@ -325,7 +325,7 @@ class Scheduler:
             assert num_computed <= num_pages * self.pool.page_size, f"{request.request_id} has outgrown its pages"
             assert request.num_shared_tokens <= num_computed + 1, f"{request.request_id} knows nothing of its KV"
             assert request.block_table is not None
-            assert request.block_table.tolist() == request.page_ids + [0] * (self._pages_per_seq - num_pages)
+            assert request.block_table.tolist() == request.page_ids + [0] * (self._tables.pages_per_seq - num_pages)
             assert not (request.forks and request.has_computed_prompt), f"{request.request_id} holds up its forks"
         attached = [fork for request in self._requests.values() for fork in request.forks]
         for request in [*self.waiting, *attached]:
@@ -353,21 +353,6 @@ class Scheduler:
                 break
         return rows, num_tokens
 
-    def _inheritance(self, request: Request) -> tuple[list[int], int]:
-        """Pages that hold the first tokens of a request which is to start, and how many tokens they hold."""
-        parent = request.parent
-        if parent is not None and parent.status is RequestStatus.RUNNING and parent.has_computed_prompt:
-            num_tokens = min(parent.num_computed_tokens, request.num_inherited_tokens)
-            return parent.page_ids[: self.pool.pages_for(num_tokens)], num_tokens
-        page_ids = self._found(request)
-        return page_ids, len(page_ids) * self.pool.page_size
-
-    def _found(self, request: Request) -> list[int]:
-        """Published pages of its tokens, from those on that it holds no page for."""
-        if not self._prefix_caching or request.is_stale:
-            return []
-        return self.pool.match(request.keys(len(request.page_ids), self.pool.page_size))
-
     def _start(self, request: Request, page_ids: list[int], num_shared: int) -> int:
         """Has a request run with these pages for its first `num_shared` tokens; returns where it goes on."""
         self.waiting.remove(request)
@@ -377,61 +362,26 @@ class Scheduler:
             request.is_stale = request.parent.is_stale
             if num_shared % self.pool.page_size:
                 request.shares_tail = request.parent.shares_tail = True
-        self._share(request, page_ids, num_shared)
+        self._tables.share(request, page_ids, num_shared)
+        self._release_forks(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_shared
         return request.num_computed_tokens
 
-    def _share(self, request: Request, page_ids: list[int], num_shared: int) -> None:
-        """Gives a request further pages, filled up to its token `num_shared`. If that is all it has, the last token is
-        computed once more, for what it predicts."""
-        self.pool.fork(page_ids)
-        request.add_pages(page_ids, self._pages_per_seq)
-        computed = request.num_computed_tokens
-        request.num_computed_tokens = min(num_shared, request.num_tokens - 1)
-        request.num_shared_tokens = num_shared
-        request.num_published_pages = num_shared // self.pool.page_size
-        self.num_cached_tokens += request.num_computed_tokens - computed
-        if request.has_computed_prompt:
-            self._release_forks(request)
-
     def _follow(self, request: Request, parent: Request) -> None:
-        """Gives a request the pages of another, whose tokens it is about to go on from, in the place of its own."""
-        is_running = request.status is RequestStatus.RUNNING
-        if parent.status is RequestStatus.RUNNING and is_running:
-            self.pool.fork(parent.page_ids)
-            self.pool.release(request.drop_pages())
-            request.add_pages(parent.page_ids, self._pages_per_seq)
-            request.num_computed_tokens = parent.num_computed_tokens
-            request.num_published_pages = parent.num_published_pages
-            request.is_stale = parent.is_stale
-            request.shares_tail = parent.shares_tail = True
+        """Has a request go on from the tokens of another."""
+        if request.status is parent.status is RequestStatus.RUNNING:
+            self._tables.follow(request, parent)
         else:
-            if is_running:
+            if request.status is RequestStatus.RUNNING:
                 self._stop(request)
             request.parent = parent
         request.page_keys = list(parent.page_keys)
 
-    def _find_more(self, request: Request) -> bool:
-        """Whether a request whose pages are full goes on with some that others have published since it was started."""
-        if request.num_computed_tokens < len(request.page_ids) * self.pool.page_size:
-            return False
-        page_ids = self._found(request)
-        self._share(request, page_ids, (len(request.page_ids) + len(page_ids)) * self.pool.page_size)
-        return bool(page_ids)
-
-    def _publish(self, request: Request) -> None:
-        """Lets others find the pages that are full now: their tokens are computed, and the request has not ended."""
-        num_full = request.num_computed_tokens // self.pool.page_size
-        if not request.is_stale:
-            first = request.num_published_pages
-            keys = request.keys(first, self.pool.page_size)
-            for page_id, key in zip(request.page_ids[first:num_full], keys, strict=False):
-                self.pool.publish(page_id, key)
-            request.num_published_pages = num_full
-
     def _release_forks(self, request: Request) -> None:
-        """Has the forks that waited for a request wait for their turn."""
+        """Has the forks that waited for a request's prompt wait for their turn, if it is computed or never will be."""
+        if not (request.has_computed_prompt or request.status is RequestStatus.FINISHED):
+            return
         for fork in request.forks:
             insort(self.waiting, fork, key=BY_ARRIVAL)
         request.forks = []
@@ -442,59 +392,9 @@ class Scheduler:
         parent = request.parent
         return parent.forks if parent is not None and request in parent.forks else self.waiting
 
-    def _page_to_copy(self, request: Request, start: int, end: int) -> int | None:
-        """Which of its pages a request must not write into for its tokens start .. end - 1, if any."""
-        start = max(start, request.num_shared_tokens)
-        index = start // self.pool.page_size
-        if not request.shares_tail or start >= end:
-            return None
-        if index < len(request.page_ids) and self.pool.is_read_only(request.page_ids[index]):
-            return index  # what follows it, if anything, is its own
-        request.shares_tail = False
-        return None
-
-    def _num_missing(self, request: Request, start: int, end: int) -> int:
-        """Pages that a request lacks to have its tokens start .. end - 1 written."""
-        missing = max(self.pool.pages_for(end) - len(request.page_ids), 0)
-        return missing + (self._page_to_copy(request, start, end) is not None)
-
-    def _hold(self, request: Request, start: int, end: int) -> bool:
-        """Gives a request the pages that it lacks for its tokens start .. end - 1; False if so many are not free."""
-        missing = self._num_missing(request, start, end)
-        if not missing:
-            return True
-        if missing > self.pool.num_free:
-            return False
-        index = self._page_to_copy(request, start, end)
-        if index is not None and not self._copy(request, index):
-            return False
-        page_ids = self.pool.acquire(missing - (index is not None))
-        assert page_ids is not None
-        request.add_pages(page_ids, self._pages_per_seq)
-        return True
-
-    def _copy(self, request: Request, index: int) -> bool:
-        """Gives a request a page of its own for one that it shares; False if there is none."""
-        # All copies of a step are made at once: none may write what another reads. A page that one reads may be free by
-        # now, if its holder was preempted.
-        sources = {source for source, _ in self._copies}
-        set_aside: list[int] = []
-        while (acquired := self.pool.acquire(1)) and acquired[0] in sources:
-            set_aside += acquired
-        self.pool.release(set_aside)
-        if acquired is None:
-            return False
-        page_id = request.replace_page(index, acquired[0])
-        request.shares_tail = False
-        # A copy that is only being made is no source either.
-        source = next((source for source, target in self._copies if target == page_id), page_id)
-        self._copies.append((source, acquired[0]))
-        self.pool.release([page_id])
-        return True
-
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """As `_hold`, at the cost of those that came last; False if it was the last itself and is preempted now."""
-        while not self._hold(request, start, end):
+        while not self._tables.hold(request, start, end):
             if self._preempt_last() is request:
                 return False
         return True

@@ -12,6 +12,7 @@ import simulation
 
 from jpaged.host import batch
 from jpaged.host.page_pool import PagePool
+from jpaged.host.page_tables import PageTables
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.scheduler import Row, Scheduler
 
@@ -245,12 +246,12 @@ def min_tokens_bans_one_token_too_few(patch):
 
 @bug(TOKENS)
 def a_step_ahead_forgets_its_page(patch):
-    hold, ahead = Scheduler._hold, Scheduler.ahead
+    hold, ahead = PageTables.hold, Scheduler.ahead
 
     def careless(self, plan):
-        patch.setattr(Scheduler, "_hold", lambda self, request, start, end: True)
+        patch.setattr(PageTables, "hold", lambda self, request, start, end: True)
         planned = ahead(self, plan)
-        patch.setattr(Scheduler, "_hold", hold)
+        patch.setattr(PageTables, "hold", hold)
         return planned
 
     patch.setattr(Scheduler, "ahead", careless)
@@ -323,17 +324,17 @@ def a_key_leaves_out_the_last_token(patch):
 
 @bug(TOKENS)
 def a_page_is_published_before_it_is_computed(patch):
-    hold = Scheduler._hold
+    hold = PageTables.hold
 
     def eager(self, request, start, end):
         held, computed = hold(self, request, start, end), request.num_computed_tokens
         if held and self._prefix_caching:
             request.num_computed_tokens = end
-            self._publish(request)
+            self.publish(request)
             request.num_computed_tokens = computed
         return held
 
-    patch.setattr(Scheduler, "_hold", eager)
+    patch.setattr(PageTables, "hold", eager)
 
 
 @bug(TOKENS)
@@ -353,14 +354,14 @@ def a_page_that_was_found_is_not_held(patch):
 
 @bug(TOKENS)
 def a_fork_takes_over_a_token_that_is_not_computed(patch):
-    inheritance = Scheduler._inheritance
+    inheritance = PageTables.inheritance
 
     def greedy(self, request):
         page_ids, num_tokens = inheritance(self, request)
         more = request.parent is not None and page_ids and num_tokens < len(page_ids) * self.pool.page_size
         return page_ids, num_tokens + bool(more)
 
-    patch.setattr(Scheduler, "_inheritance", greedy)
+    patch.setattr(PageTables, "inheritance", greedy)
 
 
 @bug(ACCOUNTS)

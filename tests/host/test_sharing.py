@@ -289,15 +289,15 @@ def test_a_page_that_is_being_copied_takes_no_other_copy():
     scheduler.pool.fork(first.page_ids)
     scheduler.pool.fork(other.page_ids)
     held = scheduler.pool.acquire(scheduler.pool.num_free - 1)
-    scheduler._copies = []
+    scheduler._tables.copies = []
     source = first.page_ids[2]
-    assert scheduler._copy(first, 2) and scheduler.pool.num_free == 0
+    assert scheduler._tables._copy(first, 2) and scheduler.pool.num_free == 0
     scheduler.pool.release([source])  # its other holder was preempted
     assert scheduler.pool.num_free == 1
-    assert not scheduler._copy(other, 2)
-    assert scheduler.pool.num_free == 1 and len(scheduler._copies) == 1
+    assert not scheduler._tables._copy(other, 2)
+    assert scheduler.pool.num_free == 1 and len(scheduler._tables.copies) == 1
     scheduler.pool.release(held)
-    assert scheduler._copy(other, 2) and scheduler._copies[1][1] != source
+    assert scheduler._tables._copy(other, 2) and scheduler._tables.copies[1][1] != source
 
 
 def test_a_published_page_is_copied_even_by_its_only_holder():
