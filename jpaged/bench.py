@@ -104,6 +104,7 @@ def run_round(engine: Any, works: list[Work], mode: Mode) -> Round:
     """Runs a workload on an idle engine: all requests at once for throughput, one after another for latency."""
     if engine.has_unfinished_requests():
         raise ValueError("the engine is busy: measure on one without requests")
+    engine.reset_prefix_cache()  # no round finds what the one before computed
     before = EngineStats(**asdict(engine.stats))
     kv_min: float | None = None
     groups = [works] if mode == "throughput" else [[work] for work in works]

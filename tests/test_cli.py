@@ -47,6 +47,9 @@ class FakeEngine:
     def has_unfinished_requests(self):
         return bool(self.running)
 
+    def reset_prefix_cache(self):
+        pass
+
     def step(self):
         if self.before_step:
             self.before_step(self)

@@ -1,7 +1,7 @@
 """jpaged, through `LLM` for batches and through its `Engine` for streaming.
 
 Options: those of `LLM`; by default float32 and the limits that the other engines get. Rounds repeat their prompts, so a
-prefix cache must be off here, as it is for vLLM.
+prefix cache is off here, as it is for vLLM.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Jpaged:
         self.version = f"jpaged {getattr(jpaged, '__version__', '')}, jax {jax.__version__}"
         self.params = jpaged.SamplingParams
         defaults = dict(dtype="float32", max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=2048)
+        defaults["prefix_caching"] = False
         self.llm = jpaged.LLM(model=model, **{**defaults, **options})
 
     def sampling(self, request: dict):

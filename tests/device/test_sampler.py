@@ -323,3 +323,20 @@ def test_extreme_logits_are_drawn_as_their_probabilities_say(filters):
     assert set(ids[2]) == {0, 299}
     _, logprobs = draw([huge, few], rows[:2])
     assert np.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize(("vocab", "number"), [(5, 3), (5, 9), (256, 12), (257, 12), (3000, 12), (3000, 1)])
+def test_candidates_are_the_likeliest_ids_best_first_and_of_equal_ones_the_lowest(vocab, number):
+    rng = np.random.default_rng(vocab)
+    logits = np.stack([rng.normal(size=vocab), rng.integers(0, 3, vocab), np.zeros(vocab)]).astype(np.float32)
+    rows = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.0, "banned_ids": [0, 2]}]
+    draws = jax.jit(sampler.sample, static_argnames="num_candidates")
+    found = draws(logits, batch_of(rows, vocab), np.arange(3, dtype=np.int32), num_candidates=number)
+    logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    logprobs[2, [0, 2]] = -np.inf
+    order = np.argsort(-logprobs, axis=-1, kind="stable")[:, :number]
+    wanted = np.take_along_axis(logprobs, order, axis=-1)
+    seen = np.isfinite(wanted)
+    np.testing.assert_array_equal(np.where(seen, found.candidate_ids, 0), np.where(seen, order, 0))
+    np.testing.assert_allclose(np.where(seen, found.candidate_logprobs, 0), np.where(seen, wanted, 0), atol=1e-5)
+    assert (np.asarray(found.candidate_logprobs)[~seen] == -np.inf).all()
