@@ -40,6 +40,13 @@ class PageTables:
         request.num_published_pages = num_shared // self.pool.page_size
         self.num_cached_tokens += request.num_computed_tokens - computed
 
+    def prompt_key(self, request: Request) -> bytes | None:
+        """The key of the last full page of its prompt, None where there is none to be found."""
+        size = self.pool.page_size
+        if not self._prefix_caching or request.is_stale or request.num_prompt_tokens < size:
+            return None
+        return next(request.keys(request.num_prompt_tokens // size - 1, size))
+
     def find_more(self, request: Request) -> bool:
         """Whether a request whose pages are full goes on with some that others have published since it was started."""
         if request.num_computed_tokens < len(request.page_ids) * self.pool.page_size:

@@ -171,8 +171,10 @@ class Scheduler:
             budget -= num_tokens
 
         # Then the waiting ones, strictly in order. All its present tokens must find free pages, or a request would
-        # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet.
+        # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet. One
+        # whose prompt is just being computed for another waits until it can be found.
         copies_to_come = 0
+        computing = {self._tables.prompt_key(row.request) for row in rows if not row.request.has_computed_prompt}
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             page_ids, num_shared = self._tables.inheritance(request)
@@ -180,6 +182,11 @@ class Scheduler:
             missing = self.pool.pages_for(request.num_tokens) - len(page_ids) + self.pool.num_idle(page_ids)
             if self.num_preemptions > preemptions_before or missing + copies_to_come > self.pool.num_free:
                 break
+            is_found = num_shared // page_size >= request.num_prompt_tokens // page_size
+            key = None if is_found else self._tables.prompt_key(request)
+            if key is not None and key in computing:
+                break
+            computing.add(key)
             start = self._start(request, page_ids, num_shared)
             num_tokens = min(request.num_tokens - start, budget)
             if not self._tables.hold(request, start, start + num_tokens):

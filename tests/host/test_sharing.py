@@ -356,7 +356,26 @@ def test_after_an_interruption_forks_wait_by_themselves():
     add(scheduler, "1", parent=first)
     scheduler.start_over()
     scheduler.check()
-    assert step(scheduler)[0] == {"0": (0, 10), "1": (0, 10)}
+    assert step(scheduler)[0] == {"0": (0, 10)}
+    assert step(scheduler)[0] == {"0": (10, 1), "1": (8, 2)}
+
+
+def test_of_equal_prompts_that_come_together_one_is_computed():
+    scheduler = make_scheduler()
+    for name in "abc":
+        add(scheduler, name)
+    other = add(scheduler, "other", range(20, 30))
+    assert step(scheduler)[0] == {"a": (0, 10)}
+    assert step(scheduler)[0] == {"a": (10, 1), "b": (8, 2), "c": (8, 2), "other": (0, 10)}
+    assert other.num_cached_tokens == 0
+
+
+def test_equal_prompts_that_cannot_be_found_are_computed_together():
+    for options in ({"prefix_caching": False}, {}):
+        scheduler = make_scheduler(**options)
+        for name in "ab":
+            add(scheduler, name, range(10) if options else range(3))  # without a full page, or nothing is kept
+        assert len(step(scheduler)[0]) == 2
 
 
 def test_a_decode_step_is_not_started_ahead_of_a_copy():
