@@ -27,6 +27,7 @@ from pallas_kernels import (
     write_kv,
 )
 from pallas_kernels.block_sizes import KEYS, block_sizes, table
+from pallas_kernels.checks import number
 from pallas_kernels.implementation import AVAILABLE
 from pallas_kernels.target import Target, current_target
 
@@ -278,6 +279,7 @@ def test_numbers_of_numpy_are_as_good_and_a_window_over_all_is_none(kernel):
 
     python = program(scale=0.5, soft_cap=2.0, sliding_window=3)
     assert python == program(scale=np.float64(0.5), soft_cap=np.int8(2), sliding_window=np.uint64(3))
+    assert {type(number("scale", x, float, 0, 9)) for x in (1, np.float64(1), np.float16(1), np.int8(1))} == {float}
     plain = program(scale=2.0)
     assert all(plain == program(scale=2, sliding_window=window) for window in (8, 2**31, 10**400))
     assert plain != program(scale=2, sliding_window=7)

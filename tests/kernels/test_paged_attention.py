@@ -31,13 +31,13 @@ def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(imple
     np.testing.assert_allclose(kernel(q, k_pages, v_pages, tables, lens)[0], together[0], rtol=1e-6, atol=1e-7)
 
 
-NINE = decode_case("nine", 300, 17, 130, 1, 64, 0, 33, 96, 200, num_kv_heads=3, group=1)
-
-
-def test_with_a_split_size_a_row_has_the_same_bits_in_any_batch_and_table(implementation):
-    q, k_pages, v_pages, tables, lens, _ = make_inputs(NINE)
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 3), (8, 1)])
+def test_with_a_split_size_a_row_has_the_same_bits_in_any_batch_and_table(group, num_kv_heads, implementation):
+    lens = (300, 17, 130, 1, 64, 0, 33, 96, 200)
+    case = decode_case("nine", *lens, num_kv_heads=num_kv_heads, group=group)
+    q, k_pages, v_pages, tables, lens, _ = make_inputs(case)
     q = np.insert(q, 5, 0, axis=0)  # of the row without a context
-    attend = jitted(partial(paged_attention, **implementation), split_size=64, **NINE.options)
+    attend = jitted(partial(paged_attention, **implementation), split_size=64, **case.options)
     together = np.asarray(attend(q, k_pages, v_pages, tables, lens))
     for rows, columns in (([0], 20), ([1], 20), ([1], 2), ([1, 3, 5], 2), ([8, 1, 0, 7], 40)):
         table = np.pad(tables, [(0, 0), (0, 40)])[rows, :columns]
