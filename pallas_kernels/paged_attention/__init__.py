@@ -37,13 +37,14 @@ def paged_attention(
     dtype. A row with `context_lens` 0 (padding) gives zeros. Slots that the query does not see are never used, whatever
     they hold, and work follows `context_lens`.
 
+    scale: above 0 (from 1e-20 to 1e20), and like the other options a number known while tracing.
     sliding_window: only the last that many tokens are seen; pages before them are not read.
-    soft_cap: c maps a score s to `c * tanh(s / c)`.
+    soft_cap: c, from 0.001 to 10000, maps a score s to `c * tanh(s / c)`.
     sinks: a float32 score a query head that takes its part of the softmax and has no value.
     k_scale, v_scale: float32 above 0; what a pool of few bits holds, times its head's scale, is the key or value.
-    split_size: cut each row's context into splits of so many tokens (a multiple of 64 and of the page size), whose
-        results are combined: a row's result then does not depend, to the last bit, on the rows beside it, on the
-        padding, or on `pages_per_seq`. None: as many splits as fill the device.
+    split_size: cut each row's context into splits of so many tokens (a multiple of 64 and of the page size, at most
+        2**30), whose results are combined: a row's result then does not depend, to the last bit, on the rows beside
+        it, on the padding, or on `pages_per_seq`. None: as many splits as fill the device.
     implementation: see `pallas_kernels`. `interpret=True` runs a GPU kernel on a CPU, slowly, for tests.
 
     Raises ValueError for arguments that do not fit, NotImplementedError for an implementation that cannot serve them.

@@ -34,10 +34,9 @@ def ragged_paged_attention(
     """Causal attention of packed queries: row r owns `q[query_starts[r]:query_starts[r + 1]]`, its last tokens.
 
     The keys and values of those tokens are in the pages already: `context_lens[r]` counts them, so that a row has no
-    more queries than context. Query j of n sees the
-    row's first `context_lens[r] - n + j + 1` tokens, or the last `sliding_window` of these. All else is as in
-    `paged_attention`. Tokens at and after `query_starts[-1]` are padding, whose results mean nothing; a row may have no
-    queries.
+    more queries than context. Query j of n sees the row's first `context_lens[r] - n + j + 1` tokens, or the last
+    `sliding_window` of these. All else is as in `paged_attention`. Tokens at and after `query_starts[-1]` are padding,
+    whose results mean nothing; a row may have no queries.
 
     Raises ValueError for arguments that do not fit, NotImplementedError for an implementation that cannot serve them.
     Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180); FlashAttention-2's order of loops, Dao 2023
