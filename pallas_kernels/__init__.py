@@ -12,8 +12,9 @@ one serves it or raises `NotImplementedError`.
 - "jax_triton": the decode kernel once more, as a kernel of Triton itself; needs the `jax-triton` package, and its name.
 - "xla": plain JAX on any device. It defines what the others mean.
 
-`interpret=True` runs a GPU kernel on a CPU, slowly, for tests. Page ids and lengths are checked where they are NumPy
-arrays, and under `jax.experimental.checkify.checkify` on the device; otherwise they are trusted.
+`interpret=True` runs a GPU kernel on a CPU, slowly, for tests. Options are numbers of Python's or NumPy's, known while
+tracing. What arrays hold, such as page ids and lengths, is checked where they are NumPy's, and under
+`jax.experimental.checkify.checkify` on the device; otherwise it is trusted. No kernel has a gradient.
 """
 
 from pallas_kernels.copy_pages import copy_pages

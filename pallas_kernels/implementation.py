@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+import jax
 
 from pallas_kernels.target import INTERPRETED, Target, current_target
 
@@ -19,6 +23,17 @@ AVAILABLE: dict[str, tuple[str, ...]] = {
     "copy_pages": ("triton",),
     "keep_top": ("triton",),
 }
+
+
+def in_32_bits[**P, R](kernel: Callable[P, R]) -> Callable[P, R]:
+    """The kernel without numbers of 64 bits, which the GPU kernels do not know, whatever `jax_enable_x64` says."""
+
+    @wraps(kernel)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return kernel(*args, **kwargs)
+
+    return traced
 
 
 def choose(

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.block_sizes import block_sizes
-from pallas_kernels.checks import check_copies
+from pallas_kernels.checks import check_copies, jax_arrays
 from pallas_kernels.copy_pages import reference
-from pallas_kernels.implementation import choose
+from pallas_kernels.implementation import choose, in_32_bits
 
 
+@in_32_bits
 def copy_pages(
     k_pages: Shaped[Array, "num_pages num_kv_heads page_size head_dim"],
     v_pages: Shaped[Array, "num_pages num_kv_heads page_size head_dim"],
@@ -31,7 +32,9 @@ def copy_pages(
     """
     check_copies(k_pages, v_pages, sources, targets)
     name, module, target = choose("copy_pages", implementation, interpret, k_pages)
-    arrays = [jnp.asarray(x) for x in (k_pages, v_pages, sources, targets)]
+    if not sources.size:
+        return jnp.asarray(k_pages), jnp.asarray(v_pages)
+    arrays = jax_arrays("copy_pages", k_pages, v_pages, sources, targets)
     if module is None:
         return reference.copy_pages(*arrays)
     blocks = block_sizes("copy_pages", name, target, head_dim=k_pages.shape[3], kv_bits=8 * k_pages.dtype.itemsize)

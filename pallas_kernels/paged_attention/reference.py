@@ -31,9 +31,11 @@ def paged_attention(
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
-    pages = max(1, min((split_size or TOKENS) // page_size, block_tables.shape[1]))
-    tokens = pages * page_size
-    rows = min(ROWS, num_seqs)
+    rows, pages, least = ROWS, max(1, TOKENS // page_size), 2
+    if split_size is None:  # in other shapes, or in one turn alone, sums may be made in another order
+        rows, pages, least = min(rows, num_seqs), min(pages, block_tables.shape[1]), 1
+    tokens, turns = pages * page_size, max(least, -(-block_tables.shape[1] // pages))
+    dtype = product_dtype(q, k_pages)
     scale = by_head(scale, k_scale)
 
     # Rows are taken longest first, so that those in one group have about the same number of turns.
@@ -42,7 +44,7 @@ def paged_attention(
     pad_rows = [(0, padded - num_seqs)]
     q_rows = jnp.pad(q[order].reshape(num_seqs, num_kv_heads, group, head_dim), pad_rows + [(0, 0)] * 3)
     lens = jnp.pad(context_lens[order], pad_rows)
-    tables = jnp.pad(block_tables[order], pad_rows + [(0, -block_tables.shape[1] % pages)])
+    tables = jnp.pad(block_tables[order], pad_rows + [(0, turns * pages - block_tables.shape[1])])
 
     def attend_rows(_, operands):
         q, tables, lens = operands  # [rows, kv, group, d], [rows, turns, pages], [rows]
@@ -53,10 +55,10 @@ def paged_attention(
             page_ids = lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)  # [rows, pages]
             at = i * tokens + jnp.arange(tokens, dtype=jnp.int32)
             seen = (at >= first[:, None]) & (at < lens[:, None])  # [rows, tokens]
-            k = gather_pages(k_pages, page_ids, q.dtype)  # [rows, kv, tokens, d]
+            k = gather_pages(k_pages, page_ids, dtype)  # [rows, kv, tokens, d]
             # An unwritten slot may hold anything, NaN included, and 0 * NaN is NaN.
-            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids, q.dtype), 0)
-            scores = jnp.einsum("rktd,rkgd->rktg", k, q.astype(k.dtype), preferred_element_type=jnp.float32)
+            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids, dtype), 0)
+            scores = jnp.einsum("rktd,rkgd->rktg", k, q.astype(dtype), preferred_element_type=jnp.float32)
             scores = scores.transpose(0, 1, 3, 2) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -65,7 +67,7 @@ def paged_attention(
             keep = jnp.exp(top - new_top)
             weights = jnp.exp(scores - new_top[..., None])
             total = total * keep + weights.sum(-1)
-            new = jnp.einsum("rkgt,rktd->rkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            new = jnp.einsum("rkgt,rktd->rkgd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
             out = out * keep[..., None] + new
             return new_top, total, out
 
@@ -105,18 +107,18 @@ def before_first(sinks, shape, heads):
     return jnp.broadcast_to(sinks.reshape(heads), shape), jnp.ones(shape, jnp.float32)
 
 
-def gather_pages(pages, page_ids, dtype):
-    """The tokens of some pages, by head: [..., num_kv_heads, pages * page_size, head_dim].
+def product_dtype(q, k_pages):
+    """The type of the products: q's, which holds all numbers of eight bits, or float32 if the pool has another one."""
+    return q.dtype if k_pages.dtype.itemsize == 1 or k_pages.dtype == q.dtype else jnp.dtype(jnp.float32)
 
-    They keep the pool's dtype, or have `dtype` if that is of eight bits, for which products are not made.
-    """
+
+def gather_pages(pages, page_ids, dtype):
+    """The tokens of some pages, by head, as `dtype`: [..., num_kv_heads, pages * page_size, head_dim]."""
     num_kv_heads, page_size, head_dim = pages.shape[1:]
     heads = jnp.arange(num_kv_heads, dtype=page_ids.dtype)[:, None]
     # One row to copy for each page and head, so that the heads come out in front without a transposition; the barrier
     # keeps XLA from folding the copy into loops over single numbers.
     rows = pages.reshape(-1, page_size * head_dim)
     gathered = rows.at[page_ids[..., None, :] * num_kv_heads + heads].get(mode="promise_in_bounds")
-    gathered = lax.optimization_barrier(gathered)
-    if pages.dtype.itemsize == 1:
-        gathered = gathered.astype(dtype)
+    gathered = lax.optimization_barrier(gathered).astype(dtype)
     return gathered.reshape(*page_ids.shape[:-1], num_kv_heads, -1, head_dim)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.block_sizes import block_sizes
-from pallas_kernels.checks import check_attention, check_query_starts
-from pallas_kernels.implementation import choose
+from pallas_kernels.checks import check_attention, check_query_starts, jax_arrays
+from pallas_kernels.implementation import choose, in_32_bits
 from pallas_kernels.ragged_paged_attention import reference
 
 
+@in_32_bits
 def ragged_paged_attention(
     q: Float[Array, "num_tokens num_q_heads head_dim"],
     k_pages: Shaped[Array, "num_pages num_kv_heads page_size head_dim"],
@@ -32,29 +33,21 @@ def ragged_paged_attention(
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """Causal attention of packed queries: row r owns `q[query_starts[r]:query_starts[r + 1]]`, its last tokens.
 
-    The keys and values of those tokens are in the pages already: `context_lens[r]` counts them. Query j of n sees the
-    row's first `context_lens[r] - n + j + 1` tokens, or the last `sliding_window` of these. All else is as in
-    `paged_attention`. Tokens at and after `query_starts[-1]` are padding, whose results mean nothing; a row may have no
-    queries.
+    The keys and values of those tokens are in the pages already: `context_lens[r]` counts them, so that a row has no
+    more queries than context. Query j of n sees the row's first `context_lens[r] - n + j + 1` tokens, or the last
+    `sliding_window` of these. All else is as in `paged_attention`. Tokens at and after `query_starts[-1]` are padding,
+    whose results mean nothing; a row may have no queries.
 
     Raises ValueError for arguments that do not fit, NotImplementedError for an implementation that cannot serve them.
     Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180); FlashAttention-2's order of loops, Dao 2023
     (arXiv:2307.08691).
     """
-    check_attention(
+    options = check_attention(
         q,
         k_pages,
         v_pages,
         block_tables,
         context_lens,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    check_query_starts(query_starts, q.shape[0], block_tables.shape[0])
-    options: dict[str, Any] = dict(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -62,8 +55,16 @@ def ragged_paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    check_query_starts(query_starts, context_lens, q.shape[0])
     name, module, target = choose("ragged_paged_attention", implementation, interpret, q, k_pages, block_tables)
-    arrays = [jnp.asarray(x) for x in (q, k_pages, v_pages, block_tables, context_lens, query_starts)]
+    if not q.size or not block_tables.size:
+        return jnp.zeros(q.shape, q.dtype)
+    *arrays, sinks, k_scale, v_scale = jax_arrays(
+        "ragged_paged_attention",
+        *(q, k_pages, v_pages, block_tables, context_lens, query_starts),
+        *(sinks, k_scale, v_scale),
+    )
+    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     if module is None:
         return reference.ragged_paged_attention(*arrays, **options)
     blocks = block_sizes(

@@ -91,8 +91,6 @@ def ragged_paged_attention(
     num_programs = num_programs or (2 if interpret else current_target().num_cores or 132)
     num_programs = min(num_programs, table.shape[0] * num_kv_heads)
 
-    if scale < 0:  # the largest product is to give the largest score
-        q, scale = -q, -scale
     # Rows of one KV head: query after query, all heads of each. Whole parts are read, hence the rows at the end.
     rows = q.reshape(num_tokens, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3)
     rows = jnp.pad(rows.reshape(num_kv_heads, num_tokens * group, head_dim), [(0, 0), (0, CONSUMERS * ROWS), (0, 0)])

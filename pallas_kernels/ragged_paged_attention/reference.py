@@ -32,6 +32,7 @@ def ragged_paged_attention(
     group = num_q_heads // num_kv_heads
     pages = max(1, min(TOKENS // page_size, block_tables.shape[1]))
     tokens = pages * page_size
+    dtype = decode.product_dtype(q, k_pages)
     queries = min(QUERIES, num_tokens)
     query_lens = query_starts[1:] - query_starts[:-1]
 
@@ -80,11 +81,9 @@ def ragged_paged_attention(
             top, total, acc = carry
             page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
             at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
-            k = decode.gather_pages(k_pages, page_ids, q.dtype)  # [kv, tokens, d]
-            v = jnp.where(
-                ((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids, q.dtype), 0
-            )
-            scores = jnp.einsum("kqd,ktd->kqt", block, k.astype(block.dtype), preferred_element_type=jnp.float32)
+            k = decode.gather_pages(k_pages, page_ids, dtype)  # [kv, tokens, d]
+            v = jnp.where(((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids, dtype), 0)
+            scores = jnp.einsum("kqd,ktd->kqt", block.astype(dtype), k, preferred_element_type=jnp.float32)
             scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -96,7 +95,7 @@ def ragged_paged_attention(
             keep = jnp.exp(top - new_top)
             weights = jnp.exp(scores - new_top[..., None])
             total = total * keep + weights.sum(-1)
-            weights = weights.astype(v.dtype).reshape(num_kv_heads, queries * group, tokens)
+            weights = weights.astype(dtype).reshape(num_kv_heads, queries * group, tokens)
             new = jnp.einsum("kqt,ktd->kqd", weights, v, preferred_element_type=jnp.float32)
             return new_top, total, acc * keep[..., None] + new.reshape(acc.shape)
 

@@ -254,10 +254,8 @@ def attend(tables_ref, q_ref, k_ref, v_ref, extra, out_refs, *, plan, row, head,
     q = [load_tile(q_ref, q_row, is_mine, *part) for part in parts]
     # Weights are `exp2(factor * score - factor * top)`, which keeps the order of scores and makes masked ones 0 if the
     # factor is above 0.
-    factor = abs(plan.scale) if extra.k_scale is None else abs(plan.scale) * extra.k_scale[head]
+    factor = plan.scale if extra.k_scale is None else plan.scale * extra.k_scale[head]
     value_factor = 1.0 if extra.v_scale is None else extra.v_scale[head]
-    if plan.scale < 0:
-        q = [-x for x in q]
     if packed > 1:
         bias = UNPACK[plan.pool_type][1]
         factor, value_factor = factor * bias, value_factor * bias

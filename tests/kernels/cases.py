@@ -26,10 +26,12 @@ TYPES = {
 }
 EIGHT_BITS = ("e4m3", "e5m2", "int8")
 # Of the sum of weights times |v|, by the types of q and of the pool. In bfloat16 the weights and the result are each
-# rounded to 8 bits; where only the pool is bfloat16, so are the queries (a score of size 5 is then off by 0.01). A pool
-# of eight bits is exact in the type of q, and the oracle is given what the pool holds.
-BOUNDS = {("f32", "f32"): 5e-6, ("bf16", "bf16"): 2**-7, ("f32", "bf16"): 2**-6, ("f16", "f16"): 2**-10}
+# rounded to 8 bits; where q and the pool have different types, only the result is. A pool of eight bits is exact in the
+# type of q, and the oracle is given what the pool holds.
+BOUNDS = {("f32", "f32"): 5e-6, ("bf16", "bf16"): 2**-7, ("f16", "f16"): 2**-10}
 BOUNDS |= {("bf16", kind): 2**-7 for kind in EIGHT_BITS} | {("f32", kind): 5e-6 for kind in EIGHT_BITS}
+MIXED_TYPES = [("f32", "bf16"), ("f32", "f16"), ("bf16", "f32"), ("f16", "f32"), ("bf16", "f16"), ("f16", "bf16")]
+BOUNDS |= {types: {"f32": 5e-6, "bf16": 2**-8, "f16": 2**-11}[types[0]] for types in MIXED_TYPES}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ DECODE_CASES = [
     decode_case("soft cap and window", 17, 33, 130, soft_cap=1.5, sliding_window=5),
     decode_case("shared pages", 40, 33, 16, 130, 32, 47, 2, shared_pages=2),
     decode_case("bfloat16", *LENS[:9], q_type="bf16", kv_type="bf16", head_dim=64),
-    decode_case("bfloat16 pool", *LENS[:9], kv_type="bf16", head_dim=64),
+    *(decode_case(f"{q} over {kv}", *LENS[:9], q_type=q, kv_type=kv, head_dim=64) for q, kv in MIXED_TYPES),
     decode_case("float16", *LENS[:9], q_type="f16", kv_type="f16", head_dim=64),
     *(decode_case(f"{kind} pool", *LENS[:9], q_type="bf16", kv_type=kind, head_dim=64) for kind in EIGHT_BITS),
     decode_case("e4m3 pool, float32 queries", *LENS[:9], kv_type="e4m3", head_dim=64),
@@ -155,7 +157,7 @@ RAGGED_CASES = [
     Case("soft cap and window", MIXED, soft_cap=1.5, sliding_window=5),
     Case("shared pages", ((40, 8), (33, 1), (130, 9), (32, 0), (47, 15), (2, 2)), shared_pages=2),
     Case("bfloat16", MIXED, q_type="bf16", kv_type="bf16", head_dim=64),
-    Case("bfloat16 pool", MIXED, kv_type="bf16", head_dim=64),
+    *(Case(f"{q} over {kv}", MIXED, q_type=q, kv_type=kv, head_dim=64) for q, kv in MIXED_TYPES),
     Case("float16", MIXED, q_type="f16", kv_type="f16", head_dim=64),
     *(Case(f"{kind} pool", MIXED, q_type="bf16", kv_type=kind, head_dim=64) for kind in EIGHT_BITS),
     Case("e4m3 pool, float32 queries", MIXED, kv_type="e4m3", head_dim=64),

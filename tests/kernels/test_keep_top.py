@@ -269,6 +269,9 @@ def call(**changes):
         ({"top_p": np.zeros(2, np.float32)}, ("top_p", "(3,)", "(2,)")),
         ({"temperature": np.ones((3, 1), np.float32)}, ("temperature", "(3, 1)")),
         ({"min_p": np.zeros(3, np.int32)}, ("min_p", "int32")),
+        *(({"temperature": np.float32([1, x, 1])}, ("temperature", str(x), "row 1")) for x in (0.0, -1.0, np.nan)),
+        *(({"top_p": np.float32([1, x, 1])}, ("top_p", str(x), "row 1", "above 0")) for x in (0.0, -0.5, np.nan)),
+        *(({"min_p": np.float32([0, x, 0])}, ("min_p", str(x), "row 1", "0 to 1")) for x in (-0.5, 1.5, np.nan)),
         ({"implementation": "cuda"}, ("implementation", "'cuda'", "xla")),
         ({"implementation": "xla", "interpret": True}, ("interpret", "xla")),
     ],
@@ -277,6 +280,25 @@ def test_arguments_that_do_not_fit_are_refused(changes, words):
     with pytest.raises(ValueError) as caught:
         call(**changes)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("way", ["xla", "triton"])
+def test_temperatures_at_the_ends_of_float32_are_those_next_to_them(way):
+    logits = np.tile(np.where(np.arange(11) % 2, -np.inf, np.arange(11)), (8, 1)).astype(np.float32)
+    temperature = np.array([1e-45, 1e-38, 1e-37, 1e-30, 1e30, 1e37, 1e38, np.inf], np.float32)
+    for top_k, top_p, min_p, hot in ((0, 0.9, 0.0, 6), (0, 1.0, 0.5, 6), (3, 0.5, 0.1, 2)):
+        filters = np.full(8, top_k, np.int32), np.full(8, top_p, np.float32), np.full(8, min_p, np.float32)
+        kept = np.asarray(ways()[way](logits, temperature, *filters))
+        assert not kept[:, 1::2].any(), "banned ids pass"
+        np.testing.assert_array_equal(kept.sum(1), [1] * 4 + [hot] * 4)
+
+
+@pytest.mark.parametrize("way", ["xla", "triton"])
+def test_the_largest_logits_change_nothing_if_the_caller_has_them(way):
+    arguments = rows(300)
+    given = partial(keep_top, implementation=way, interpret=way == "triton")
+    kept = jax.jit(given)(*arguments, largest=arguments[0].max(1))
+    np.testing.assert_array_equal(kept, ways()[way](*arguments))
 
 
 @pytest.mark.parametrize(("name", "word"), [("triton", "cpu"), ("mosaic_gpu", "xla")])

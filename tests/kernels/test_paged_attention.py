@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import DECODE_CASES, Case, caught, check_decode, decode_case, jitted, make_inputs
 
-from pallas_kernels import paged_attention
+from pallas_kernels import paged_attention, ragged_paged_attention
 from pallas_kernels.paged_attention import reference
 
 SMALL = decode_case("small", 17, 33, 5, 40)
@@ -29,6 +29,34 @@ def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(imple
     # The neighbours' contexts change; NaN is allowed to nobody's neighbour.
     lens = np.array([17, 0, 0, 1], np.int32)
     np.testing.assert_allclose(kernel(q, k_pages, v_pages, tables, lens)[0], together[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 3), (8, 1)])
+def test_with_a_split_size_a_row_has_the_same_bits_in_any_batch_and_table(group, num_kv_heads, implementation):
+    lens = (300, 17, 130, 1, 64, 0, 33, 96, 200)
+    case = decode_case("nine", *lens, num_kv_heads=num_kv_heads, group=group)
+    q, k_pages, v_pages, tables, lens, _ = make_inputs(case)
+    q = np.insert(q, 5, 0, axis=0)  # of the row without a context
+    attend = jitted(partial(paged_attention, **implementation), split_size=64, **case.options)
+    together = np.asarray(attend(q, k_pages, v_pages, tables, lens))
+    for rows, columns in (([0], 20), ([1], 20), ([1], 2), ([1, 3, 5], 2), ([8, 1, 0, 7], 40)):
+        table = np.pad(tables, [(0, 0), (0, 40)])[rows, :columns]
+        out = np.asarray(attend(q[rows], k_pages, v_pages, table, lens[rows]))
+        np.testing.assert_array_equal(out.view(np.uint32), together[rows].view(np.uint32))
+
+
+@pytest.mark.parametrize("kernel", [paged_attention, ragged_paged_attention])
+def test_queries_larger_than_the_type_of_the_pool_holds_are_served(kernel, implementation):
+    case = decode_case("large", 17, 33, q_type="bf16", kv_type="f16", head_dim=64)
+    q, k_pages, v_pages, *rest = make_inputs(case)
+    rest = rest if kernel is ragged_paged_attention else rest[:2]
+    out = [
+        np.asarray(
+            kernel(*map(np.asarray, (q * factor, k_pages, v_pages)), *rest, scale=0.3 / factor, **implementation)
+        )
+        for factor in (q.dtype.type(1), q.dtype.type(2**20))
+    ]
+    np.testing.assert_array_equal(out[1], out[0])
 
 
 # What a faulty kernel would have made of its arguments.

@@ -115,14 +115,6 @@ def test_a_scale_of_0_means_keys_and_values_of_0():
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
-def test_a_negative_scale_turns_the_order_of_scores_round():
-    case = Case("negative", ((40, 3), (20, 20)))
-    arrays = make_inputs(case)
-    options = dict(sliding_window=None, soft_cap=None)
-    negative = kernel(*arrays, scale=-0.3, **options)
-    np.testing.assert_array_equal(negative, kernel(*arrays._replace(q=-arrays.q), scale=0.3, **options))
-
-
 @pytest.mark.parametrize("queries", [1, 7, 18, 64])
 def test_there_are_tiles_enough_and_each_query_has_one(queries):
     rng = np.random.default_rng(0)

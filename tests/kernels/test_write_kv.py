@@ -153,6 +153,9 @@ def test_pools_that_are_not_donated_are_copied_as_the_analysis_shows(implementat
     assert memory.alias_size_in_bytes == 0
 
 
+NO_FLOATS = ("complex64", "bool", "int8", "int32")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -160,6 +163,7 @@ def test_pools_that_are_not_donated_are_copied_as_the_analysis_shows(implementat
         ("v_pages", np.zeros((9, 3, 5, 8), np.float32), ("v_pages", "(9, 3, 5, 8)", "k_pages", "(9, 3, 4, 8)")),
         ("k", np.zeros((1, HEADS, HEAD_DIM), np.float32), ("k must", "(1, 3, 8)", "(8, 3, 8)")),
         ("v", np.zeros((8, HEADS, 1), np.float32), ("v must", "(8, 3, 1)", "(8, 3, 8)")),
+        *((name, np.ones((8, HEADS, HEAD_DIM), kind), (name, kind)) for name in "kv" for kind in NO_FLOATS),
         ("slot_mapping", SLOTS.astype(np.int64), ("slot_mapping", "int32", "int64")),
         ("slot_mapping", SLOTS[None], ("slot_mapping", "(1, 8)")),
         ("implementation", "cuda", ("implementation", "'cuda'", "xla")),
