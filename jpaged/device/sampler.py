@@ -45,6 +45,8 @@ def sample(
     # Without a branch: one would copy the logits. `vocab` stands for no id.
     banned = jnp.arange(logits.shape[0])[:, None], sampling.banned_ids
     taken = logits.at[banned].get(mode="fill", fill_value=NEVER)
+    # Nothing reads the logits any more when they are written: else they would be copied.
+    logits, taken = lax.optimization_barrier((logits, taken))
     allowed = logits.at[banned].set(NEVER, mode="drop")
     greedy, largest = _argmax(allowed)
     # Over the allowed and the taken apart: then one pass finds the largest logits for all that follows.

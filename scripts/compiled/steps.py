@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from compiled.card import compile_for, devices
-from compiled.hlo import copies_of, instructions, product, weights_read
+from compiled.hlo import bytes_of, copies_of, instructions, product, weights_read
 from compiled.limits import CARDS, Card
 from jpaged.device.kv_pages import kv_shape
 from jpaged.device.params import weight_shapes
@@ -83,6 +83,7 @@ class StepFacts(NamedTuple):
     weights: int  # without the embedding, of which a few rows are read
     weights_read: int
     pool_copies: list[str]  # instructions that make another array as large as a layer's keys
+    logits_copies: list[str]
     gpu_kernels: int  # of ours
     collectives: dict[str, int]
 
@@ -132,6 +133,7 @@ def find_facts(compiled: Any, weights: Any, pool: Any, logits: int) -> StepFacts
         weights=sum(sizes[:num_weights]) - (sizes[0] if "embed" in weights else 0),  # the first in order
         weights_read=weights_read(entry, num_weights),
         pool_copies=copies_of(entry, local[-1]),
+        logits_copies=[n for n, i in entry.items() if i.opcode == "copy" and bytes_of(i.shape) == logits],
         gpu_kernels=sum(
             bool(re.search(r"custom_call_target=\"(?:__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)\"", i.rest))
             for i in entry.values()
@@ -148,6 +150,8 @@ def broken(case: StepCase, facts: StepFacts) -> list[str]:
     problems = []
     if facts.pool_copies:
         problems.append(f"the pool is copied: {facts.pool_copies[:3]}")
+    if facts.logits_copies:
+        problems.append(f"the logits are copied: {facts.logits_copies}")
     if facts.aliased < facts.pool:
         problems.append(f"{facts.aliased} of {facts.pool} bytes of the pool are written in place")
     if facts.temporary - facts.logits > 256 * 2**20:
