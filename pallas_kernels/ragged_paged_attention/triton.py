@@ -193,7 +193,7 @@ def unsupported(target, q, k_pages, block_tables) -> str | None:
 
 def float32_blocks(group: int, head_dim: int) -> Blocks:
     """Float32 products keep whole operands in registers: larger tiles, or wider parts of a head, are spilled."""
-    stages = 3 if 64 < head_dim <= 96 else 2  # with two, an assembler spilled 8 bytes of 64 registers
+    stages = 3 if 80 < head_dim <= 96 else 2  # with two, an assembler spilled 8 bytes of 64 registers
     return Blocks(16 if group <= 16 else 32, 0, 32 if head_dim <= 64 else 16, 4, stages, 4)
 
 
