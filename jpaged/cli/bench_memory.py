@@ -38,7 +38,7 @@ def memory(num_tokens: int | None, num_slots: int | None, seed: int, json_file: 
 
     How much of the memory holds tokens, and how many requests run at once, with pages of several sizes and with memory
     in one piece; how much the samples of one prompt share; and how many steps continuous batching saves. The scheduler
-    and the page pool are the engine's, only the tokens are drawn by lot. It takes less than a minute.
+    and the page pool are the engine's, only the tokens are drawn by lot. It takes about half a minute.
     """
     from jpaged.simulation.study import DEFAULT_SLOTS, DEFAULT_TOKENS, run_study
 

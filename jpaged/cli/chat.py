@@ -33,8 +33,10 @@ HELP = "/reset: start over, /quit or Ctrl-D: leave, Ctrl-C: stop an answer"
 def chat(system: str | None, stats: bool, **options: Any) -> None:
     """Talk with the model in the terminal."""
     sampling = sampling_from(options)
-    if sampling.n != 1:
-        raise click.UsageError("a chat has one answer at a time; leave -n out")
+    if sampling.n != 1 or sampling.best_of is not None or sampling.num_beams != 1:
+        raise click.UsageError("a chat shows one answer as it comes; leave -n, --best-of and --num-beams out")
+    if sampling.logprobs:
+        raise click.UsageError("a chat shows no log-probabilities; leave --logprobs out")
     opened = open_engine(options, **engine_for_one())
     if not getattr(opened.tokenizer, "chat_template", None):
         raise click.UsageError("this model has no chat template; use `jpaged generate --raw`")

@@ -103,7 +103,8 @@ def figures(output: Any, num_tokens: int, started: float, first: float | None, e
     """Prompt and output tokens, time to the first, and the rate of those after it."""
     first = first if first is not None else ended
     after_first = num_tokens - len(output.outputs)
-    rate = after_first / (ended - first) if after_first > 0 else num_tokens / (ended - started)
+    came_one_by_one = after_first > 0 and ended - first > 0.5 * (ended - started) / num_tokens
+    rate = after_first / (ended - first) if came_one_by_one else num_tokens / (ended - started)
     return (
         f"{len(output.prompt_token_ids)} prompt tokens, {num_tokens} output tokens, "
         f"first after {(first - started) * 1000:.0f} ms, {rate:.1f} tokens/s"

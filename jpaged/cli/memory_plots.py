@@ -18,7 +18,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ValueError('--plots needs matplotlib, which is missing here: pip install "jpaged[plots]"') from error
+        raise ValueError("--plots needs matplotlib, which is missing here: pip install matplotlib") from error
 
 
 def draw(study: Study, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ EARLY_STOPPING: dict[str, Any] = {"yes": True, "no": False, "never": "never"}
 
 # One entry a field of SamplingParams (a test holds them to it): the flag names and what click needs to know.
 SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt."}),
+    "n": (("-n", "--n"), {"type": int, "help": "Samples of the same prompt, equal ones at temperature 0."}),
     "best_of": (("--best-of",), {"type": int, "help": "Samples to draw, of which the n likeliest are shown."}),
     "num_beams": (("--num-beams",), {"type": int, "help": "Width of a beam search; needs --temperature 0."}),
     "length_penalty": (
@@ -99,7 +99,8 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--max-num-seqs",
         {
             "type": int,
-            "help": "At most so many requests run at once [default: 64 on a CPU, else 256; 1 for chat and generate].",
+            "help": "At most so many sequences run at once [default: 64 on a CPU, else 256; for generate, those of one "
+            "request].",
         },
     ),
     "max_num_beams": ("--max-num-beams", {"type": int, "help": "The widest beam search [default: 1, none]."}),
@@ -107,7 +108,7 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--max-num-batched-tokens",
         {
             "type": int,
-            "help": "At most so many tokens are computed in a step [default: 2048; 128 for chat and generate].",
+            "help": "At most so many tokens are computed in a step [default: 2048; for chat and generate 128].",
         },
     ),
     "max_model_len": (

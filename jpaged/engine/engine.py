@@ -239,12 +239,12 @@ class Engine:
         index: which of the request's samples. Returns the ids of the new requests, each of one sample, whose outputs
         hold the tokens of before, too. Raises ValueError where there is nothing that could go on.
         """
-        group = self._groups.get(request_id)
+        group = self._groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             raise ValueError(f"request_id {request_id!r} cannot be forked: there is no such unfinished request")
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_N:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_N:
             raise ValueError(f"n must be a whole number from 1 to {MAX_N}, got {n!r}")
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(group.samples):
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < len(group.samples):
             raise ValueError(f"index must be that of one of the {len(group.samples)} samples, got {index!r}")
         parent = group.samples[index].request
         if parent.is_beam:
@@ -274,12 +274,17 @@ class Engine:
         beams = BeamSearch(first.sampling, first.ending_ids, first.max_tokens) if first.is_beam else None
         # A list of its own: callers get it.
         group = Group(request_id, prompt, list(first.prompt_token_ids), [], len(requests), beams)
-        for index, request in enumerate(requests):
-            group.samples.append(Sample(request, self._detokenizer(request), index, group))
-        for sample in group.samples:
-            self._scheduler.add(sample.request)
-            self._samples[sample.request.request_id] = sample
-        self._groups[request_id] = group
+        group.samples = [
+            Sample(request, self._detokenizer(request), index, group) for index, request in enumerate(requests)
+        ]
+        self._groups[request_id] = group  # first, so that whatever comes, an abort finds it
+        try:
+            for sample in group.samples:
+                self._samples[sample.request.request_id] = sample
+                self._scheduler.add(sample.request)
+        except BaseException:
+            self.abort(request_id)
+            raise
 
     def _new_name(self) -> str:
         return next(name for i in self._names if (name := f"request-{i}") not in self._groups)
@@ -339,12 +344,17 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request."""
-        group = self._groups.pop(request_id, None)
+        group = self._groups.get(request_id)
         if group is None:
             return False
-        for sample in group.samples:
-            self._samples.pop(sample.request.request_id, None)
-            self._scheduler.abort(sample.request.request_id)
+        try:
+            for sample in group.samples:
+                self._samples.pop(sample.request.request_id, None)
+                self._scheduler.abort(sample.request.request_id)
+        except BaseException:
+            self._start_over()  # pages may be half given back; the group is still there to be aborted
+            raise
+        del self._groups[request_id]
         if not self._scheduler.has_unfinished:
             self._in_flight = None
         return True
@@ -421,9 +431,10 @@ class Engine:
 
     def _branch(self, group: Group) -> bool:
         """Has a beam search go on, if all its beams know how they may; True when it has ended."""
-        for sample in group.samples:
-            del self._samples[sample.request.request_id]
+        before = [sample.request.request_id for sample in group.samples]
         ended = group.branch(self._scheduler, self._detokenizer)
+        for name in before:
+            del self._samples[name]
         if ended:
             del self._groups[group.request_id]
         else:

@@ -37,6 +37,7 @@ class Group:
     samples: list[Sample]
     num_unfinished: int
     beams: BeamSearch | None = None
+    first_order: int | None = None  # of the search's places in the scheduler's order
 
     @property
     def num_returned(self) -> int:
@@ -72,6 +73,8 @@ class Group:
         candidates = [beam.candidates for beam in beams if beam.candidates is not None]
         if len(candidates) < len(beams):
             return False
+        if self.first_order is None:
+            self.first_order = beams[0].order
         outputs = [(beam.output_token_ids, beam.output_logprobs) for beam in beams]
         branches = search.advance(outputs, *map(np.stack, zip(*candidates, strict=True)))
         if not branches:
@@ -80,10 +83,13 @@ class Group:
             self.samples[0].request.num_preemptions = sum(beam.num_preemptions for beam in beams)
             self.num_unfinished = 0
             return True
+        places = {self.first_order + i for i in range(search.width)} - {beam.order for beam in beams}
         while len(beams) < len(branches):
-            beam = beams[0].like(f"{self.request_id}/{len(beams)}", parent=beams[0])
+            order = min(places)
+            places.remove(order)
+            beam = beams[0].like(f"{self.request_id}/{order - self.first_order}", parent=beams[0])
             self.samples.append(Sample(beam, None, len(beams), self))  # first, so that an abort finds it
-            scheduler.add(beam, after=beams[-1])
+            scheduler.add(beam, order=order)
             beams.append(beam)
         beams = scheduler.branch(beams, branches)
         self.samples = [Sample(beam, None, index, self) for index, beam in enumerate(beams)]

@@ -41,6 +41,7 @@ class BeamSearch:
         self.scores = np.zeros(1, np.float32)  # of the beams: first there is one, the prompt
         self.found: list[Found] = []  # best first
         self._sampling = sampling
+        self._penalty = float(sampling.length_penalty)
         self._ending_ids = ending_ids
         self._max_tokens = max_tokens
 
@@ -71,6 +72,10 @@ class BeamSearch:
             elif len(branches) < self.width:
                 branches.append(branch)
                 kept.append(total)
+        if not branches and not self.found:  # nothing may follow: the beams are what there is
+            for (token_ids, logprobs), total in zip(outputs, self.scores.tolist(), strict=True):
+                score = total / (length - 1 or 1) ** self._penalty
+                self.found.append(Found(score, list(token_ids), list(logprobs), "length", None))
         self.scores = np.array(kept, np.float32)
         return branches if branches and self._may_improve(length) else []
 
@@ -78,14 +83,14 @@ class BeamSearch:
         token_ids, logprobs = [*output[0], branch.token_id], [*output[1], branch.logprob]
         ends = branch.token_id in self._ending_ids
         stop = branch.token_id if branch.token_id in (self._sampling.stop_token_ids or ()) else None
-        score = total / len(token_ids) ** self._sampling.length_penalty
+        score = total / len(token_ids) ** self._penalty
         self.found.append(Found(score, token_ids, logprobs, "stop" if ends else "length", stop if ends else None))
         self.found.sort(key=lambda found: -found.score)
         del self.found[self.width :]
 
     def _may_improve(self, length: int) -> bool:
         """Whether to go on after `length` tokens."""
-        early, penalty = self._sampling.early_stopping, self._sampling.length_penalty
+        early, penalty = self._sampling.early_stopping, self._penalty
         if len(self.found) < self.width:
             return True
         if early is True:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .sampling_params import MAX_BEAMS
+
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("mosaic_gpu", "triton", "xla")
 
@@ -87,6 +89,8 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        if self.max_num_beams > MAX_BEAMS:
+            raise ValueError(f"max_num_beams must be at most {MAX_BEAMS}, got {self.max_num_beams}")
 
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:

@@ -10,6 +10,7 @@ import numpy as np
 
 MAX_N = 1024
 MAX_BEAMS = 64
+MAX_PENALTY = 16  # a length to this power is still a float
 MAX_BANNED_IDS = 32  # columns of the table of ids that `min_tokens` keeps from being drawn
 
 
@@ -105,6 +106,8 @@ class SamplingParams:
 
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             fail("cache_salt", "text or None")
+        if not (self.cache_salt or "").isprintable():
+            fail("cache_salt", "printable text")
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in stop):
             fail("stop", "a non-empty string or a list of them")
@@ -116,10 +119,8 @@ class SamplingParams:
             fail("stop_token_ids", "a list of token ids of at least 0")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         whole("num_beams", 1, MAX_BEAMS, f"a whole number from 1 (no beam search) to {MAX_BEAMS}")
-        real("length_penalty", -math.inf, math.inf, "a finite number")
-        if self.length_penalty == -math.inf:
-            fail("length_penalty", "a finite number")
-        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+        real("length_penalty", -MAX_PENALTY, MAX_PENALTY, f"a number from -{MAX_PENALTY} to {MAX_PENALTY}")
+        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
             fail("early_stopping", "True, False or 'never'")
         if self.num_beams > 1:
             self._check_beams()

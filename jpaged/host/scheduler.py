@@ -116,8 +116,9 @@ class Scheduler:
                     seen.add(page_id)
         return self.pool.num_used * size - empty
 
-    def add(self, request: Request, *, after: Request | None = None) -> None:
-        """Queues a request: as the last one, or as if it had come right after another, for which there is a place."""
+    def add(self, request: Request, *, order: int | None = None) -> None:
+        """Queues a request as the last one, or at a place in the order of arrival that was kept for it: a beam search
+        has as many places as it may have beams, from that of the first on."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
         if request.num_tokens >= self.max_model_len:
@@ -126,11 +127,10 @@ class Scheduler:
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
         self._requests[request.request_id] = request
-        if after is None:
-            request.order = self._num_arrivals
-            self._num_arrivals += request.sampling.num_beams  # places for the beams that it may branch into
-        else:
-            request.order = after.order + 1
+        if order is None:
+            order = self._num_arrivals
+            self._num_arrivals += request.sampling.num_beams
+        request.order = order
         parent = request.parent
         if parent is not None and parent.request_id in self._requests and not parent.has_computed_prompt:
             parent.forks.append(request)
@@ -297,7 +297,9 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.FINISHED:
             return
-        self._place_of(request).remove(request)
+        place = self._place_of(request)
+        if request in place:  # or it was interrupted on its way there
+            place.remove(request)
         del self._requests[request.request_id]
         self.pool.release(request.drop_pages())
         request.status = RequestStatus.FINISHED

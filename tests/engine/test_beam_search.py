@@ -161,13 +161,58 @@ def test_a_search_cannot_be_forked(large):
             {"num_beams": 2, "temperature": 0, "early_stopping": 1},
             "early_stopping must be True.*, got 1",
         ),
-        ({"num_beams": 2, "temperature": 0, "length_penalty": float("nan")}, "length_penalty must be a finite number"),
-        ({"num_beams": 2, "temperature": 0, "length_penalty": float("-inf")}, "length_penalty must be a finite number"),
+        (
+            {"num_beams": 2, "temperature": 0, "length_penalty": float("nan")},
+            "length_penalty must be a number .* got nan",
+        ),
+        (
+            {"num_beams": 2, "temperature": 0, "length_penalty": 10**400},
+            "length_penalty must be a number",
+        ),
     ],
 )
 def test_options_that_contradict_a_beam_search_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**options)
+
+
+def test_a_search_in_which_nothing_may_follow_ends_with_what_there_is():
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    engine = support.build(support.tiny("llama"), **OPTIONS)
+    search = SamplingParams(num_beams=2, n=2, temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request(PREFIX[:5], search, request_id="beams")
+    engine.add_request(PREFIX[:5], greedy, request_id="other")
+    group = engine._groups["beams"]
+    advance = group.beams.advance
+    group.beams.advance = lambda outputs, ids, logprobs: advance(outputs, ids, np.full_like(logprobs, -np.inf))
+    finished = support.finish(engine)
+    assert [sample.finish_reason for sample in finished["beams"].outputs] == ["length"]
+    assert finished["beams"].outputs[0].token_ids == []
+    assert len(finished["other"].outputs[0].token_ids) <= 4
+    support.assert_idle(engine)
+
+
+def test_beams_that_come_late_have_places_of_their_own(large):
+    """Where fewer candidates than beams are possible, a search reaches its width in several steps."""
+    name = large.add_request(PREFIX[:9], SamplingParams(num_beams=4, temperature=0, max_tokens=9, ignore_eos=True))
+    follower = large.add_request(PREFIX[:5], support.GREEDY)
+    group = large._groups[name]
+    advance = group.beams.advance
+
+    def few(outputs, ids, logprobs):
+        logprobs = logprobs.copy()
+        logprobs[:, 2 if len(outputs) < 3 else 4 :] = -np.inf
+        return advance(outputs, ids, logprobs)
+
+    group.beams.advance = few
+    while name in large._groups:
+        large.step()
+        orders = [sample.request.order for sample in group.samples if not sample.request.finish_reason]
+        assert len(set(orders)) == len(orders)
+        others = [s.request.order for s in large._groups[follower].samples] if follower in large._groups else []
+        assert not set(orders) & set(others)
+    support.finish(large)
+    support.assert_idle(large)
 
 
 # transformers' results, see tests/data/README.md

@@ -231,3 +231,42 @@ def test_the_best_of_several_samples_are_returned_best_first():
 def test_fewer_drawn_than_returned_is_refused(n, best_of):
     with pytest.raises(ValueError, match=rf"best_of must be a whole number from n \({n}\) to 1024, or None, got"):
         SamplingParams(n=n, best_of=best_of)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("call", ["add_request", "fork", "abort"])
+def test_after_an_interruption_of_a_call_everything_can_still_be_aborted(call, at, monkeypatch):
+    engine = support.build(support.tiny("llama"))
+    sampling = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
+    engine.add_request(PREFIX[:9], sampling, request_id="a")
+    for _ in range(2):
+        engine.step()
+    place = "abort" if call == "abort" else "add"
+    original, calls = getattr(engine._scheduler, place), [0]
+
+    def interrupted(*args, **options):
+        result = original(*args, **options)
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            if call == "add_request":
+                engine.add_request(PREFIX[:7], sampling)
+            elif call == "fork":
+                engine.fork("a", 3)
+            else:
+                engine.abort("a")
+    for name in list(engine._groups):
+        engine.abort(name)
+    support.assert_idle(engine)
+    assert tokens(serve(engine, [PREFIX[:9]])) == tokens(serve(support.build(support.tiny("llama")), [PREFIX[:9]]))
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\n"])
+def test_a_salt_that_cannot_be_printed_is_refused(value):
+    with pytest.raises(ValueError, match="cache_salt must be printable text"):
+        SamplingParams(cache_salt=value)
