@@ -67,7 +67,7 @@ def test_without_matplotlib_it_says_what_to_install_before_it_simulates(monkeypa
     monkeypatch.setattr(study, "run_study", lambda *_, **__: pytest.fail("it simulates first"))
     result = run("--plots", tmp_path / "plots")
     assert result.exit_code == 2
-    assert result.stderr == 'Error: --plots needs matplotlib, which is missing here: pip install matplotlib\n'
+    assert result.stderr == "Error: --plots needs matplotlib, which is missing here: pip install matplotlib\n"
     assert not (tmp_path / "plots").exists()
 
 
