@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.xdist_group("engine")
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_workload_gives_each_request_the_tokens_that_it_has_alone(data):
     workloads.run(workloads.draw_workload(lambda low, high: data.draw(st.integers(low, high))))
