@@ -52,7 +52,8 @@ class PageTables:
         if request.num_computed_tokens < len(request.page_ids) * self.pool.page_size:
             return False
         page_ids = self._found(request)
-        self.share(request, page_ids, (len(request.page_ids) + len(page_ids)) * self.pool.page_size)
+        if page_ids:
+            self.share(request, page_ids, (len(request.page_ids) + len(page_ids)) * self.pool.page_size)
         return bool(page_ids)
 
     def publish(self, request: Request) -> None:

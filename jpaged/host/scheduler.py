@@ -174,7 +174,9 @@ class Scheduler:
         # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet. One
         # whose prompt is just being computed for another waits until it can be found.
         copies_to_come = 0
-        computing = {self._tables.prompt_key(row.request) for row in rows if not row.request.has_computed_prompt}
+        computing: set[bytes | None] = set()
+        if self.waiting:
+            computing = {self._tables.prompt_key(row.request) for row in rows if not row.request.has_computed_prompt}
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             page_ids, num_shared = self._tables.inheritance(request)
