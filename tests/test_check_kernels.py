@@ -44,6 +44,7 @@ ENTRY %main.1 (p0: bf16[8,4], p1: bf16[4,4], p2: bf16[9,2,16,4]) -> (bf16[9,2,16
   %bits = bf16[16]{0} bitcast(%p1.1)
   %dot = f32[2,4]{1,0} custom-call(%gather_fusion, %bits), custom_call_target="__cublas$gemm"
   %write = bf16[9,2,16,4]{3,2,1,0} custom-call(%p2.1, %dot), output_to_operand_aliasing={{}: (0, {})}
+  %attention = f32[2,4]{1,0} custom-call(%dot, %write), custom_call_target="mosaic_gpu_v2"
   ROOT %t = (bf16[9,2,16,4]{3,2,1,0}, f32[2,4]{1,0}) tuple(%write, %dot)
 }
 """
@@ -98,6 +99,21 @@ def test_a_kernel_that_breaks_a_bound_is_found(compiled, change, word):
     assert not compiled.limits.broken_bounds(GOOD, card)
     (problem,) = compiled.limits.broken_bounds(GOOD | change, card)
     assert word in problem
+
+
+def test_pages_are_counted_for_each_instruction_that_is_given_them_and_does_not_write_them_in_place(compiled):
+    size = 9 * 2 * 16 * 4 * 2
+
+    def read(entry):
+        return compiled.hlo.pages_read(compiled.hlo.instructions(entry), range(2, 3))
+
+    assert read(ENTRY) == size
+    assert read(ENTRY.replace("%attention", "%more = f32[2]{0} fusion(%write)\n  %attention", 1)) == 2 * size
+    two = ENTRY.replace("%write = bf16[9,2,16,4]{3,2,1,0}", "%both = (bf16[9,2,16,4]{3,2,1,0}, f32[2])")
+    two = two.replace("{{}: (0, {})}", "{{0}: (0, {})}\n  %write = bf16[9,2,16,4] get-tuple-element(%both), index=0")
+    assert read(two) == size
+    assert read(two.replace("index=0", "index=1")) == 0, "what the kernel made beside them is not of the pool"
+    assert read(ENTRY.replace(", output_to_operand_aliasing={{}: (0, {})}", "")) == size, "copied, then read as a copy"
 
 
 def test_weights_are_counted_once_for_each_instruction_that_reads_them(compiled):

@@ -46,6 +46,33 @@ def weights_read(entry: dict[str, Instruction], num_weights: int) -> int:
     return read
 
 
+def pages_read(entry: dict[str, Instruction], pages: range) -> int:
+    """Bytes of the pool, which is the parameters with the numbers `pages`, that the instructions are given to read. A
+    kernel that writes in place is not counted: of what it is given, it touches the new tokens' slots alone."""
+    sizes = {}  # of pages, under each name that they have
+    in_place = {}  # by instruction and result: the operand that it is
+    read = 0
+    for name, i in entry.items():
+        if i.opcode == "parameter":
+            if int(i.rest.split(")")[0]) in pages:
+                sizes[name] = bytes_of(i.shape)
+        elif i.opcode == "get-tuple-element":
+            origin = in_place.get((i.operands[0], re.search(r"index=(\d+)", i.rest)[1]))
+            if origin in sizes:
+                sizes[name] = sizes[origin]
+        elif i.opcode == "bitcast":
+            if i.operands[0] in sizes:
+                sizes[name] = sizes[i.operands[0]]
+        elif i.opcode != "tuple":
+            aliases = i.rest.partition("output_to_operand_aliasing={")[2].split("}}")[0]
+            written = {result: i.operands[int(n)] for result, n in re.findall(r"\{(\d*)\}: \((\d+)", aliases)}
+            in_place |= {(name, result): operand for result, operand in written.items()}
+            if written.get("") in sizes:
+                sizes[name] = sizes[written[""]]
+            read += sum(sizes.get(operand, 0) for operand in i.operands if operand not in written.values())
+    return read
+
+
 def copies_of(entry: dict[str, Instruction], page_shape: tuple[int, ...]) -> list[str]:
     """Names of instructions that make an array as large as one layer's keys, and are not the write into them."""
     size = product(page_shape)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from compiled.card import compile_for, devices
-from compiled.hlo import bytes_of, copies_of, instructions, product, weights_read
+from compiled.hlo import bytes_of, copies_of, instructions, pages_read, product, weights_read
 from compiled.limits import CARDS, Card
 from jpaged.device.kv_pages import kv_shape
 from jpaged.device.params import weight_shapes
@@ -82,6 +82,7 @@ class StepFacts(NamedTuple):
     pool: int
     weights: int  # without the embedding, of which a few rows are read
     weights_read: int
+    pages_read: int  # of the pool, that instructions are given to read
     pool_copies: list[str]  # instructions that make another array as large as a layer's keys
     logits_copies: list[str]
     gpu_kernels: int  # of ours
@@ -132,6 +133,7 @@ def find_facts(compiled: Any, weights: Any, pool: Any, logits: int) -> StepFacts
         pool=sum(sizes[num_weights:]),
         weights=sum(sizes[:num_weights]) - (sizes[0] if "embed" in weights else 0),  # the first in order
         weights_read=weights_read(entry, num_weights),
+        pages_read=pages_read(entry, range(num_weights, len(flat))),
         pool_copies=copies_of(entry, local[-1]),
         logits_copies=[n for n, i in entry.items() if i.opcode == "copy" and bytes_of(i.shape) == logits],
         gpu_kernels=sum(
@@ -158,6 +160,8 @@ def broken(case: StepCase, facts: StepFacts) -> list[str]:
         problems.append(f"{facts.temporary / 2**20:.0f} MiB of temporary memory, logits {facts.logits / 2**20:.0f} MiB")
     if facts.weights_read > 1.1 * facts.weights:
         problems.append(f"weights are read {facts.weights_read / facts.weights:.2f} times")
+    if facts.pages_read != facts.pool:
+        problems.append(f"the pool is read {facts.pages_read / facts.pool:.2f} times")
     if facts.gpu_kernels < 2 * case.config.num_layers:
         problems.append(f"{facts.gpu_kernels} kernels of ours in {case.config.num_layers} layers")
     sums = 2 * case.config.num_layers if case.devices > 1 else 0

@@ -65,15 +65,16 @@ def step_table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         groups[row["name"]].append(row)
     lines = [
-        "| step on H200 | weights read | temporary memory beside logits | copies of the pool | kernels of ours "
-        "| collectives |",
-        "|---|---|---|---|---|---|",
+        "| step on H200 | weights read | pool read | temporary memory beside logits | copies of the pool "
+        "| kernels of ours | collectives |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, group in groups.items():
         collectives = {key: number for key, number in group[0]["collectives"].items() if number}
         cells = [
             name,
             f"{max(row['weights_read'] / row['weights'] for row in group):.2f} times",
+            f"{max(row['pages_read'] / row['pool'] for row in group):.2f} times",
             f"{max(row['temporary'] - row['logits'] for row in group) / 2**20:.0f} MiB",
             max(len(row["pool_copies"]) for row in group),
             min(row["gpu_kernels"] for row in group),
