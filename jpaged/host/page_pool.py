@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from .swap_space import SwapSpace
+
 NULL_PAGE = 0  # padding reads and writes it, so it is never handed out
 
 
@@ -13,21 +15,25 @@ class PagePool:
 
     A full page can be published under a key for its contents, and then be found by it, also after the last reference to
     it is gone: until it is handed out again, which comes to pages without a key first and then to those released
-    longest ago.
+    longest ago. What was in it then goes to the swap space, if there is one.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, swap_space: SwapSpace | None = None):
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page {NULL_PAGE} is kept for padding), got {num_pages}")
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.swap_space = swap_space
         self.clear()
 
     def clear(self) -> None:
         """Takes all pages back, whoever holds them, and forgets what is in them."""
+        if self.swap_space is not None:
+            self.swap_space.clear()
         self._references = [0] * self.num_pages
+        self.num_shared = 0  # pages with more than one reference
         # A stack: what was released last is handed out first.
         self._free = list(range(self.num_pages - 1, NULL_PAGE, -1))
         self._page_of: dict[bytes, int] = {}
@@ -58,22 +64,34 @@ class PagePool:
     def fork(self, page_ids: Iterable[int]) -> None:
         """Adds a reference to each of these pages, which somebody holds already or which `match` has found."""
         for page_id in page_ids:
-            if self._references[page_id] == 0:
+            if page_id == NULL_PAGE:
+                continue
+            references = self._references[page_id]
+            if references == 0:
                 assert page_id in self._idle, f"page {page_id} is shared, but nobody holds it"
                 del self._idle[page_id]
-            self._references[page_id] += 1
+            self.num_shared += references == 1
+            self._references[page_id] = references + 1
 
     def release(self, page_ids: Sequence[int]) -> None:
         """Gives back one reference to each of these pages of one request; a page without references is free again."""
         # From the end: of a sequence that others may begin with, what comes first is the last to be forgotten.
         for page_id in reversed(page_ids):
+            if page_id == NULL_PAGE:
+                continue  # in the place of one that was given back before
             assert self._references[page_id] > 0, f"page {page_id} is released more often than it was handed out"
             self._references[page_id] -= 1
+            self.num_shared -= self._references[page_id] == 1
             if self._references[page_id] == 0:
                 if page_id in self._key_of:
                     self._idle[page_id] = None
                 else:
                     self._free.append(page_id)
+                    if self.swap_space is not None:
+                        self.swap_space.cancel(page_id)
+
+    def is_held(self, page_id: int) -> bool:
+        return self._references[page_id] > 0
 
     def is_read_only(self, page_id: int) -> bool:
         """Whether others hold this page too, or may find it."""
@@ -100,10 +118,12 @@ class PagePool:
 
     def num_idle(self, page_ids: Iterable[int]) -> int:
         """How many of these pages are free: to hold them takes as many from `num_free`."""
-        return sum(self._references[page_id] == 0 for page_id in page_ids)
+        return sum(self._references[page_id] == 0 for page_id in page_ids if page_id != NULL_PAGE)
 
     def forget(self) -> None:
         """No page can be found by its contents any more."""
+        if self.swap_space is not None:
+            self.swap_space.clear()
         self._free += self._idle
         self._idle.clear()
         self._page_of.clear()
@@ -119,9 +139,15 @@ class PagePool:
         assert len(free) == self.num_free, "a page is free twice"
         assert free == set(range(1, self.num_pages)) - held.keys(), "the free pages are not those that nobody holds"
         assert self._key_of == {page_id: key for key, page_id in self._page_of.items()}, "keys and pages disagree"
+        assert self.num_shared == sum(count > 1 for count in counted.values()), "shared pages are miscounted"
+        if self.swap_space is not None:
+            self.swap_space.check()
         assert self._idle.keys() == self._key_of.keys() - held.keys(), "not all published pages that are free are idle"
 
     def _evict(self) -> int:
         page_id, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page_id)]
+        key = self._key_of.pop(page_id)
+        del self._page_of[key]
+        if self.swap_space is not None:
+            self.swap_space.swap_out(key, page_id)
         return page_id

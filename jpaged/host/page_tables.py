@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from .page_pool import PagePool
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .page_pool import NULL_PAGE, PagePool
 from .request import Request, RequestStatus
+
+
+class Found(NamedTuple):
+    """What there is of a request's tokens: pages of the pool, and after them keys of pages in swap space."""
+
+    page_ids: Sequence[int]
+    keys: Sequence[bytes]
+    num_tokens: int  # in all of them
 
 
 class PageTables:
@@ -11,29 +22,48 @@ class PageTables:
     begins with the pages that are published for its own tokens (`prefix_caching`). A fork begins with all pages of the
     request that it branches off, if that one is running; whoever writes first into a page that others hold too writes
     into a copy.
+
+    Pages that no token to come can see (`sliding_window`) are given back: a request holds the null page in their place.
     """
 
-    def __init__(self, pool: PagePool, pages_per_seq: int, prefix_caching: bool):
+    def __init__(
+        self, pool: PagePool, pages_per_seq: int, prefix_caching: bool = True, sliding_window: int | None = None
+    ):
         self.pool = pool
         self.pages_per_seq = pages_per_seq
         self.num_cached_tokens = 0  # that were not computed, as their KV was there
-        self.copies: list[tuple[int, int]] = []  # (source, target), of the step that is being planned
+        self._copies: dict[int, int] = {}  # targets to sources, of the step that is being planned
         self._prefix_caching = prefix_caching
+        self._sliding_window = sliding_window
 
-    def inheritance(self, request: Request) -> tuple[list[int], int]:
-        """Pages that hold the first tokens of a request which is to start, and how many tokens they hold."""
+    def inheritance(self, request: Request) -> Found:
+        """What there is of the first tokens of a request which is to start."""
         parent = request.parent
         if parent is not None and parent.status is RequestStatus.RUNNING and parent.has_computed_prompt:
             num_tokens = min(parent.num_computed_tokens, request.num_inherited_tokens)
-            return parent.page_ids[: self.pool.pages_for(num_tokens)], num_tokens
-        page_ids = self._found(request)
-        return page_ids, len(page_ids) * self.pool.page_size
+            page_ids = parent.page_ids[: self.pool.pages_for(num_tokens)]
+            # Its last token may be computed once more, and sees one token more than the next one does.
+            if parent.num_dropped_pages <= self._num_out_of_sight(num_tokens - 1):
+                return Found(page_ids, (), num_tokens)
+        return self._found(request)
 
-    def share(self, request: Request, page_ids: list[int], num_shared: int) -> None:
-        """Gives a request further pages, filled up to its token `num_shared`. If that is all it has, the last token is
-        computed once more, for what it predicts."""
-        self.pool.fork(page_ids)
-        request.add_pages(page_ids, self.pages_per_seq)
+    def share(self, request: Request, found: Found) -> None:
+        """Gives a request what was found. If that is all it has, the last token is computed once more, for what it
+        predicts."""
+        swap_space, page_size, num_shared = self.pool.swap_space, self.pool.page_size, found.num_tokens
+        self.pool.fork(found.page_ids)
+        request.num_dropped_pages += sum(page_id == NULL_PAGE for page_id in found.page_ids)
+        request.add_pages(found.page_ids, self.pages_per_seq)
+        if found.keys:
+            assert swap_space is not None
+            places = swap_space.places_of(found.keys)
+            page_ids = self._acquire_for_moves(len(places))
+            for page_id, key, place in zip(page_ids, found.keys, places, strict=False):
+                swap_space.swap_in(place, page_id)
+                self.pool.publish(page_id, key)
+            request.add_pages(page_ids, self.pages_per_seq)
+            request.num_swapped_pages += len(page_ids)
+            num_shared -= (len(places) - len(page_ids)) * page_size
         computed = request.num_computed_tokens
         request.num_computed_tokens = min(num_shared, request.num_tokens - 1)
         request.num_shared_tokens = num_shared
@@ -47,14 +77,19 @@ class PageTables:
             return None
         return next(request.keys(request.num_prompt_tokens // size - 1, size))
 
+    def num_shareable_pages(self, request: Request) -> int:
+        """Pages of its prompt that it shares with others of the same prompt."""
+        return request.num_prompt_tokens // self.pool.page_size if self._prefix_caching else 0
+
     def find_more(self, request: Request) -> bool:
         """Whether a request whose pages are full goes on with some that others have published since it was started."""
         if request.num_computed_tokens < len(request.page_ids) * self.pool.page_size:
             return False
-        page_ids = self._found(request)
-        if page_ids:
-            self.share(request, page_ids, (len(request.page_ids) + len(page_ids)) * self.pool.page_size)
-        return bool(page_ids)
+        found, computed = self._found(request), request.num_computed_tokens
+        # Pages in swap space are worth it only where they need not push out others.
+        if found.page_ids or 0 < len(found.keys) <= self.pool.num_free:
+            self.share(request, found)
+        return request.num_computed_tokens > computed
 
     def publish(self, request: Request) -> None:
         """Lets others find the pages that are full now: their tokens are computed, and the request has not ended."""
@@ -91,10 +126,29 @@ class PageTables:
         request.add_pages(page_ids, self.pages_per_seq)
         return True
 
+    def give_back(self, request: Request) -> None:
+        """Takes a request's pages from it, and what this step was to bring into those that nobody else holds."""
+        page_ids = request.drop_pages()
+        self.pool.release(page_ids)
+        for page_id in page_ids:
+            if page_id in self._copies and not self.pool.is_held(page_id):
+                del self._copies[page_id]
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies (source, target) to be made before the step that was planned since the last call."""
+        copies, self._copies = [(source, target) for target, source in self._copies.items()], {}
+        return copies
+
+    def clear(self) -> None:
+        """Takes all pages back, whoever holds them."""
+        self.pool.clear()
+        self._copies.clear()
+
     def follow(self, request: Request, parent: Request) -> None:
         """Gives a request the pages of another, whose tokens it is about to go on from, in the place of its own."""
         self.pool.fork(parent.page_ids)
         self.pool.release(request.drop_pages())
+        request.num_dropped_pages = parent.num_dropped_pages
         request.add_pages(parent.page_ids, self.pages_per_seq)
         request.num_computed_tokens = parent.num_computed_tokens
         request.num_published_pages = parent.num_published_pages
@@ -108,25 +162,54 @@ class PageTables:
 
     def _copy(self, request: Request, index: int) -> bool:
         """Gives a request a page of its own for one that it shares; False if there is none."""
-        # All copies of a step are made at once: none may write what another reads. A page that one reads may be free by
-        # now, if its holder was preempted.
-        sources = {source for source, _ in self.copies}
-        set_aside: list[int] = []
-        while (acquired := self.pool.acquire(1)) and acquired[0] in sources:
-            set_aside += acquired
-        self.pool.release(set_aside)
-        if acquired is None:
+        acquired = self._acquire_for_moves(1)
+        if not acquired:
             return False
         page_id = request.replace_page(index, acquired[0])
         request.shares_tail = False
+        request.num_page_copies += 1
         # A copy that is only being made is no source either.
-        source = next((source for source, target in self.copies if target == page_id), page_id)
-        self.copies.append((source, acquired[0]))
+        self._copies[acquired[0]] = self._copies.get(page_id, page_id)
         self.pool.release([page_id])
         return True
 
-    def _found(self, request: Request) -> list[int]:
+    def _acquire_for_moves(self, num_pages: int) -> list[int]:
+        """As many pages as there are, at most so many, that no copy of this step reads: all are made at once, before
+        the step. A page that one reads may be free by now, if its holder was preempted."""
+        sources = set(self._copies.values())
+        set_aside: list[int] = []
+        acquired: list[int] = []
+        while len(acquired) < num_pages and (page_ids := self.pool.acquire(1)):
+            if page_ids[0] in sources:
+                set_aside += page_ids
+            else:
+                acquired += page_ids
+        self.pool.release(set_aside)
+        return acquired
+
+    def _found(self, request: Request) -> Found:
         """Published pages of its tokens, from those on that it holds no page for."""
         if not self._prefix_caching or request.is_stale:
-            return []
-        return self.pool.match(request.keys(len(request.page_ids), self.pool.page_size))
+            return Found((), (), 0)
+        num_held = len(request.page_ids)
+        page_ids = self.pool.match(request.keys(num_held, self.pool.page_size))
+        num_held += len(page_ids)
+        keys: Sequence[bytes] = ()
+        if self.pool.swap_space is not None:
+            keys = self.pool.swap_space.find(request.keys(num_held, self.pool.page_size))
+        return Found(page_ids, keys, (num_held + len(keys)) * self.pool.page_size)
+
+    def drop_unseen(self, request: Request) -> None:
+        """Gives back the pages whose tokens are out of sight for all tokens to come."""
+        if self._sliding_window is None:
+            return
+        first, last = request.num_dropped_pages, self._num_out_of_sight(request.num_computed_tokens)
+        if last > first:
+            self.pool.release([request.replace_page(index, NULL_PAGE) for index in range(first, last)])
+            request.num_dropped_pages = last
+
+    def _num_out_of_sight(self, position: int) -> int:
+        """Pages at the front of which the token at a position sees none."""
+        if self._sliding_window is None:
+            return 0
+        return max(position - self._sliding_window + 1, 0) // self.pool.page_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import perf_counter
@@ -14,7 +14,18 @@ import numpy as np
 
 from .sampling_params import MAX_BANNED_IDS, SamplingParams
 
-ASKED = ("prompt_token_ids", "sampling", "seed", "eos_token_ids", "max_tokens", "arrival", "cache_salt", "is_beam")
+ASKED = (
+    "prompt_token_ids",
+    "sampling",
+    "seed",
+    "eos_token_ids",
+    "max_tokens",
+    "arrival",
+    "cache_salt",
+    "is_beam",
+    "priority",
+    "family",
+)
 
 
 class RequestStatus(enum.Enum):
@@ -39,6 +50,8 @@ class Request:
     eos_token_ids: frozenset[int]
     max_tokens: int
     arrival: float = field(default_factory=perf_counter)
+    priority: int = 0  # the lower, the sooner it is served
+    family: str | None = None  # the request that a caller knows: its samples, or beams, are of one. None: its own
     cache_salt: bytes = b""  # pages are shared only with requests of the same salt
     parent: Request | None = None  # until the fork is started
     is_beam: bool = False  # its next token is chosen by a `BeamSearch`
@@ -53,9 +66,12 @@ class Request:
     num_shared_tokens: int = 0  # tokens at the front whose KV was there already: it is not to be written again
     shares_tail: bool = False  # a fork began in the page that it writes next
     num_published_pages: int = 0
+    num_dropped_pages: int = 0  # at the front, given back as no token to come sees them
     is_stale: bool = False  # some of its KV is of other weights than the engine has now: nobody else may find it
     num_cached_tokens: int | None = None  # found in the prefix cache when it was first started
     num_preemptions: int = 0
+    num_swapped_pages: int = 0  # brought back from swap space
+    num_page_copies: int = 0  # as it went on in a page that others hold
     num_forks: int = 0
     score: float | None = None  # of a sequence that a beam search has found
     candidates: tuple[np.ndarray, np.ndarray] | None = None  # of a beam: ids and log-probabilities of its next token
@@ -76,6 +92,8 @@ class Request:
             raise ValueError("prompt_token_ids is empty: give at least one token, such as the model's bos_token_id")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.family is None:
+            self.family = self.request_id
         self.num_prompt_tokens = len(self.prompt_token_ids)
         if self.parent is not None and not self.num_inherited_tokens:
             self.num_inherited_tokens = self.num_tokens  # a fork begins as its parent is
@@ -129,7 +147,7 @@ class Request:
                 self.page_keys.append(blake2b(before + tokens, digest_size=16).digest())
             yield self.page_keys[page]
 
-    def add_pages(self, page_ids: list[int], pages_per_seq: int) -> None:
+    def add_pages(self, page_ids: Sequence[int], pages_per_seq: int) -> None:
         if self.block_table is None:
             self.block_table = np.zeros(pages_per_seq, np.int32)
         held = len(self.page_ids)
@@ -139,7 +157,7 @@ class Request:
     def drop_pages(self) -> list[int]:
         """Forgets its pages and what was computed into them; returns them, for the pool."""
         page_ids, self.page_ids, self.block_table = self.page_ids, [], None
-        self.num_computed_tokens = self.num_shared_tokens = self.num_published_pages = 0
+        self.num_computed_tokens = self.num_shared_tokens = self.num_published_pages = self.num_dropped_pages = 0
         self.is_stale = self.shares_tail = False
         return page_ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from operator import attrgetter
 from time import perf_counter
 from typing import NamedTuple
@@ -12,8 +13,9 @@ import numpy as np
 
 from .beam_search import Branch
 from .page_pool import PagePool
-from .page_tables import PageTables
+from .page_tables import Found, PageTables
 from .request import Request, RequestStatus
+from .swap_space import NO_MOVES, Moves
 
 
 class Row(NamedTuple):
@@ -29,7 +31,8 @@ class Row(NamedTuple):
         return self.start + self.num_tokens == self.request.num_tokens
 
 
-BY_ARRIVAL = attrgetter("order")
+BY_ORDER = attrgetter("order")
+PRIORITY_PLACES = 1000  # that a request moves back in the order of arrival for each number of its priority
 
 
 class BatchPlan(NamedTuple):
@@ -37,15 +40,23 @@ class BatchPlan(NamedTuple):
     num_tokens: int
     # (source, target): pages to be copied before the rows are computed, all at once. No target is a source too.
     page_copies: list[tuple[int, int]]
+    # Between the pool and the swap space: what goes out before the copies are made, and what comes in after that.
+    moves: Moves = NO_MOVES
 
 
 class Scheduler:
     """First come, first served, over one pool of pages; no prefill phase and no decode phase.
 
-    Running requests are in the order of their arrival, and so are waiting ones: whoever is preempted came last among
-    the running, and the first of the waiting is started before all others. As the pool holds a request of
-    `max_model_len` tokens, the oldest running request is never preempted for want of pages and advances in each step;
-    so every request ends.
+    Running requests are in order, and so are waiting ones: whoever is preempted is the last among the running, and the
+    first of the waiting is started before all others. As the pool holds a request of `max_model_len` tokens, the first
+    of the running is never preempted for want of pages and advances in each step; so every request ends.
+
+    The order is that of arrival, a request of priority p being taken for one that came so many places later (a negative
+    one: earlier). So the urgent come first, and none waits for ever: only so many can overtake it. A waiting request
+    takes the place of running ones of a higher number.
+
+    The samples of a request, or its beams, are a family: preempted and started again together, unless they are the
+    first family or run alone.
     """
 
     def __init__(
@@ -57,6 +68,8 @@ class Scheduler:
         max_model_len: int,
         step_size: Callable[[int], int] | None = None,
         prefix_caching: bool = True,
+        sliding_window: int | None = None,
+        reserved_tokens: int = 8,
     ):
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -76,8 +89,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        # For each that runs, kept free when another is started, which would soon be stopped again otherwise.
+        self._reserved_tokens = reserved_tokens
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
-        self._tables = PageTables(pool, pages_per_seq, prefix_caching)
+        self._tables = PageTables(pool, pages_per_seq, prefix_caching, sliding_window)
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
         self.num_preemptions = 0
@@ -128,14 +143,14 @@ class Scheduler:
             )
         self._requests[request.request_id] = request
         if order is None:
-            order = self._num_arrivals
+            order = self._num_arrivals + PRIORITY_PLACES * request.priority
             self._num_arrivals += request.sampling.num_beams
         request.order = order
         parent = request.parent
         if parent is not None and parent.request_id in self._requests and not parent.has_computed_prompt:
             parent.forks.append(request)
         else:
-            insort(self.waiting, request, key=BY_ARRIVAL)
+            insort(self.waiting, request, key=BY_ORDER)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request now, between any two calls; None if there is no such unfinished request."""
@@ -146,9 +161,10 @@ class Scheduler:
 
     def schedule(self) -> BatchPlan | None:
         """Shares out a step's tokens; None if there is nothing to do."""
+        if self.waiting:
+            self._make_way()
         rows, budget, preemptions_before = [], self.max_num_batched_tokens, self.num_preemptions
         page_size = self.pool.page_size
-        self._tables.copies = []
 
         # Every running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt, a
         # chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
@@ -169,6 +185,9 @@ class Scheduler:
                     break
             rows.append(Row(request, start, num_tokens))
             budget -= num_tokens
+        if self.num_preemptions > preemptions_before:  # with the last, those of its family that had rows
+            rows = [row for row in rows if row.request.status is RequestStatus.RUNNING]
+            budget = self.max_num_batched_tokens - sum(row.num_tokens for row in rows)
 
         # Then the waiting ones, strictly in order. All its present tokens must find free pages, or a request would
         # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet. One
@@ -179,17 +198,21 @@ class Scheduler:
             computing = {self._tables.prompt_key(row.request) for row in rows if not row.request.has_computed_prompt}
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            page_ids, num_shared = self._tables.inheritance(request)
-            copies_to_come += num_shared % page_size > 0  # now, or with the first token that it draws
-            missing = self.pool.pages_for(request.num_tokens) - len(page_ids) + self.pool.num_idle(page_ids)
-            if self.num_preemptions > preemptions_before or missing + copies_to_come > self.pool.num_free:
+            found = self._tables.inheritance(request)
+            copies_to_come += found.num_tokens % page_size > 0  # now, or with the first token that it draws
+            missing = self._num_missing(request, found) + copies_to_come
+            if rows:
+                missing += len(self.running) * self._reserved_tokens // page_size
+            if self.num_preemptions > preemptions_before or missing > self.pool.num_free:
                 break
-            is_found = num_shared // page_size >= request.num_prompt_tokens // page_size
+            if self.running and not self._family_fits(request, missing):
+                break
+            is_found = found.num_tokens // page_size >= request.num_prompt_tokens // page_size
             key = None if is_found else self._tables.prompt_key(request)
             if key is not None and key in computing:
                 break
             computing.add(key)
-            start = self._start(request, page_ids, num_shared)
+            start = self._start(request, found)
             num_tokens = min(request.num_tokens - start, budget)
             if not self._tables.hold(request, start, start + num_tokens):
                 self._stop(request)  # the free pages are being copied
@@ -206,13 +229,15 @@ class Scheduler:
         num_tokens = self.max_num_batched_tokens - budget
         if self._step_size is not None and num_tokens > len(rows):
             rows, num_tokens = self._cut(rows, num_tokens)
-        return BatchPlan(rows, num_tokens, self._tables.copies) if rows else None
+        return self._plan(rows, num_tokens) if rows else None
 
     def ahead(self, plan: BatchPlan) -> BatchPlan | None:
         """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
         order. None where the next step may look otherwise: a request ends with this one's token or was aborted, another
         one may start, or pages are short. (A request that ends unforeseen, at a stop token, wastes its row of it.)"""
-        if len(plan.rows) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
+        if len(plan.rows) != len(self.running):
+            return None
+        if self.waiting and (len(self.running) < self.max_num_seqs or self._gives_way(self.running[-1])):
             return None
         missing, page_size = 0, self.pool.page_size
         for request, start, _ in plan.rows:
@@ -229,7 +254,7 @@ class Scheduler:
             for request, start, _ in plan.rows:
                 self._tables.hold(request, start + 1, start + 2)
         rows = [Row(request, start + 1, 1) for request, start, _ in plan.rows]
-        return BatchPlan(rows, len(rows), [])
+        return self._plan(rows, len(rows))
 
     def update(
         self,
@@ -255,6 +280,7 @@ class Scheduler:
             request.num_computed_tokens = start + num_tokens
             if start + num_tokens >= (request.num_published_pages + 1) * page_size:
                 self._tables.publish(request)
+            self._tables.drop_unseen(request)
             if request.forks:
                 self._release_forks(request)
             if samples and request.is_beam:
@@ -303,7 +329,7 @@ class Scheduler:
         if request in place:  # or it was interrupted on its way there
             place.remove(request)
         del self._requests[request.request_id]
-        self.pool.release(request.drop_pages())
+        self._tables.give_back(request)
         request.status = RequestStatus.FINISHED
         self._release_forks(request)  # they begin on their own
         request.finish_time = perf_counter()
@@ -311,7 +337,7 @@ class Scheduler:
     def start_over(self) -> None:
         """Every running request gives back its pages and waits to compute its tokens again. Trusts no account but the
         list of unfinished requests: the others may have been left half written by an interruption."""
-        self.pool.clear()
+        self._tables.clear()
         for request in self._requests.values():
             if request.status is RequestStatus.RUNNING:
                 request.num_preemptions += 1
@@ -319,7 +345,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             request.drop_pages()
             request.parent, request.forks = None, []
-        self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ARRIVAL)
+        self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ORDER)
 
     def forget(self) -> None:
         """Empties the prefix cache, as the weights are others now. What is running goes on with the KV it has."""
@@ -329,10 +355,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
-        self.pool.check(request.page_ids for request in self.running)
+        self.pool.check(request.page_ids[request.num_dropped_pages :] for request in self.running)
         for request in self.running:
             num_pages, num_computed = len(request.page_ids), request.num_computed_tokens
             assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
+            assert not any(request.page_ids[: request.num_dropped_pages]), f"{request.request_id} holds unseen pages"
             assert num_computed <= num_pages * self.pool.page_size, f"{request.request_id} has outgrown its pages"
             assert request.num_shared_tokens <= num_computed + 1, f"{request.request_id} knows nothing of its KV"
             assert request.block_table is not None
@@ -344,9 +371,9 @@ class Scheduler:
             assert not request.page_ids, f"{request.request_id} holds pages while it waits"
             assert request.num_computed_tokens == 0, f"{request.request_id} has computed tokens without pages"
         for requests in (self.running, self.waiting):
-            assert requests == sorted(requests, key=BY_ARRIVAL), "not in the order of arrival"
-        known = sorted([*self.running, *self.waiting, *attached], key=BY_ARRIVAL)
-        assert known == sorted(self._requests.values(), key=BY_ARRIVAL), "a request is lost or known twice"
+            assert requests == sorted(requests, key=BY_ORDER), "not in order"
+        known = [request.request_id for request in [*self.running, *self.waiting, *attached]]
+        assert sorted(known) == sorted(self._requests), "a request is lost or known twice"
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
@@ -364,19 +391,53 @@ class Scheduler:
                 break
         return rows, num_tokens
 
-    def _start(self, request: Request, page_ids: list[int], num_shared: int) -> int:
-        """Has a request run with these pages for its first `num_shared` tokens; returns where it goes on."""
+    def _plan(self, rows: list[Row], num_tokens: int) -> BatchPlan:
+        swap_space = self.pool.swap_space
+        moves = NO_MOVES if swap_space is None else swap_space.take_moves()
+        return BatchPlan(rows, num_tokens, self._tables.take_copies(), moves)
+
+    def _num_missing(self, request: Request, found: Found) -> int:
+        """How many free pages a request takes that is to start with what was found."""
+        needed = self.pool.pages_for(request.num_tokens) - len(found.page_ids)
+        return needed + self.pool.num_idle(found.page_ids)
+
+    def _family_fits(self, request: Request, missing: int) -> bool:
+        """Whether a waiting request of which none of its family runs can start together with all of them that wait
+        too. It takes `missing` pages itself; what it has of the prompt, the others share."""
+        if not request.num_preemptions or any(one.family == request.family for one in self.running):
+            return True
+        family = list(takewhile(lambda one: one.family == request.family, self.waiting))
+        for other in family[1:]:
+            missing += self.pool.pages_for(other.num_tokens) - self._tables.num_shareable_pages(other)
+        return missing <= self.pool.num_free and len(self.running) + len(family) <= self.max_num_seqs
+
+    def _gives_way(self, request: Request) -> bool:
+        """Whether a running request is stopped if the first of the waiting ones finds no room."""
+        first = self.waiting[0]
+        return first.priority < request.priority and first.order < request.order
+
+    def _make_way(self) -> None:
+        """Stops running requests for more urgent ones."""
+        while self.running and self._gives_way(self.running[-1]):
+            first = self.waiting[0]
+            has_room = self._num_missing(first, self._tables.inheritance(first)) <= self.pool.num_free
+            if has_room and len(self.running) < self.max_num_seqs:
+                return
+            self._preempt_last()
+
+    def _start(self, request: Request, found: Found) -> int:
+        """Has a request run with what was found of its tokens; returns where it goes on."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        insort(self.running, request, key=BY_ARRIVAL)
-        if request.parent is not None and page_ids:
+        insort(self.running, request, key=BY_ORDER)
+        if request.parent is not None and found.page_ids:
             request.is_stale = request.parent.is_stale
-            if num_shared % self.pool.page_size:
+            if found.num_tokens % self.pool.page_size:
                 request.shares_tail = request.parent.shares_tail = True
-        self._tables.share(request, page_ids, num_shared)
+        self._tables.share(request, found)
         self._release_forks(request)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_shared
+            request.num_cached_tokens = request.num_shared_tokens
         return request.num_computed_tokens
 
     def _follow(self, request: Request, parent: Request) -> None:
@@ -394,7 +455,7 @@ class Scheduler:
         if not (request.has_computed_prompt or request.status is RequestStatus.FINISHED):
             return
         for fork in request.forks:
-            insort(self.waiting, fork, key=BY_ARRIVAL)
+            insort(self.waiting, fork, key=BY_ORDER)
         request.forks = []
 
     def _place_of(self, request: Request) -> list[Request]:
@@ -406,21 +467,27 @@ class Scheduler:
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """As `_hold`, at the cost of those that came last; False if it was the last itself and is preempted now."""
         while not self._tables.hold(request, start, end):
-            if self._preempt_last() is request:
+            self._preempt_last()
+            if request.status is not RequestStatus.RUNNING:
                 return False
         return True
 
     def _preempt_last(self) -> Request:
-        """Stops the request that came last; it will compute its prompt and its output so far again."""
-        request = self.running[-1]
-        self._stop(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        return request
+        """Stops the last request, with its family; they will need the KV of their prompt and their output so far again.
+        Returns the last."""
+        last = self.running[-1]
+        family = [last]
+        if self.running[0].family != last.family:
+            family = [request for request in self.running if request.family == last.family]
+        for request in reversed(family):
+            self._stop(request)
+            request.num_preemptions += 1
+            self.num_preemptions += 1
+        return last
 
     def _stop(self, request: Request) -> None:
         """Has a running request wait, without its pages."""
         self.running.remove(request)
-        self.pool.release(request.drop_pages())
+        self._tables.give_back(request)
         request.status = RequestStatus.WAITING
-        insort(self.waiting, request, key=BY_ARRIVAL)
+        insort(self.waiting, request, key=BY_ORDER)

@@ -15,6 +15,7 @@ from jpaged.host.page_pool import PagePool
 from jpaged.host.page_tables import PageTables
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.scheduler import Row, Scheduler
+from jpaged.host.swap_space import SwapSpace
 
 NUM_WORKLOADS = 120
 ACCOUNTS, TOKENS = True, False
@@ -220,11 +221,11 @@ def a_chunk_that_does_not_reach_the_last_token_samples(patch):
 def a_step_planned_before_an_abort_still_adds_its_token(patch):
     update = Scheduler.update
 
-    def heedless(self, plan, sampled, logprobs):
+    def heedless(self, plan, sampled, logprobs, candidates):
         for row, token in zip(plan.rows, sampled):
             if row.request.status is RequestStatus.FINISHED:
                 row.request.append(int(token), 0.0, 0.0)
-        return update(self, plan, sampled, logprobs)
+        return update(self, plan, sampled, logprobs, candidates)
 
     patch.setattr(Scheduler, "update", heedless)
 
@@ -357,9 +358,9 @@ def a_fork_takes_over_a_token_that_is_not_computed(patch):
     inheritance = PageTables.inheritance
 
     def greedy(self, request):
-        page_ids, num_tokens = inheritance(self, request)
-        more = request.parent is not None and page_ids and num_tokens < len(page_ids) * self.pool.page_size
-        return page_ids, num_tokens + bool(more)
+        found = inheritance(self, request)
+        more = request.parent is not None and found.num_tokens % self.pool.page_size
+        return found._replace(num_tokens=found.num_tokens + bool(more))
 
     patch.setattr(PageTables, "inheritance", greedy)
 
@@ -375,6 +376,147 @@ def a_fork_waits_for_ever(patch):
     patch.setattr(
         Scheduler, "_release_forks", lambda self, request: request.has_computed_prompt or release(self, request)
     )
+
+
+# Swapping
+
+
+@bug(TOKENS)
+def pages_are_not_brought_back(patch):
+    change_moves(patch, lambda moves: moves._replace(swap_in=()))
+
+
+@bug(TOKENS)
+def pages_are_not_moved_out(patch):
+    change_moves(patch, lambda moves: moves._replace(swap_out=()))
+
+
+@bug(TOKENS)
+def pages_are_not_moved_to_disk(patch):
+    change_moves(patch, lambda moves: moves._replace(spills=()))
+
+
+@bug(TOKENS)
+def another_place_is_read(patch):
+    change_moves(patch, lambda moves: moves._replace(swap_in=[(max(place - 1, 0), to) for place, to in moves.swap_in]))
+
+
+@bug(TOKENS)
+def a_page_is_found_before_it_has_arrived(patch):
+    find = SwapSpace.find
+
+    def hasty(self, keys):
+        under_way, self._under_way = self._under_way, set()
+        found = find(self, keys)
+        self._under_way = under_way
+        return found
+
+    patch.setattr(SwapSpace, "find", hasty)
+
+
+@bug(TOKENS)
+def a_place_that_is_to_be_filled_goes_to_another_page(patch):
+    make_place = SwapSpace._make_place
+
+    def hasty(self):
+        under_way, self._under_way = self._under_way, set()
+        place = make_place(self)
+        self._under_way |= under_way
+        return place
+
+    patch.setattr(SwapSpace, "_make_place", hasty)
+
+
+@bug(TOKENS)
+def a_place_keeps_its_key_when_it_is_taken(patch):
+    def keep(self):
+        return self._free.pop() if self._free else next(iter(self._host.values()))
+
+    patch.setattr(SwapSpace, "_make_place", keep)
+
+
+@bug(TOKENS)
+def the_page_after_those_brought_back_counts_as_computed(patch):
+    found = PageTables._found
+
+    def greedy(self, request):
+        what = found(self, request)
+        return what._replace(num_tokens=what.num_tokens + bool(what.keys))
+
+    patch.setattr(PageTables, "_found", greedy)
+
+
+@bug(ACCOUNTS)
+def pages_brought_back_are_not_held(patch):
+    def careless(self, num_pages, acquire=PageTables._acquire_for_moves):
+        page_ids = acquire(self, num_pages)
+        self.pool.release(page_ids[1:])
+        return page_ids
+
+    patch.setattr(PageTables, "_acquire_for_moves", careless)
+
+
+def change_moves(patch, change):
+    run = simulation.FakeDevice.run
+    patch.setattr(simulation.FakeDevice, "run", lambda self, moves, copies: run(self, change(moves), copies))
+
+
+# Windows, families and urgent requests
+
+
+@bug(TOKENS)
+def a_page_is_given_back_one_token_too_early(patch):
+    patch.setattr(
+        PageTables,
+        "_num_out_of_sight",
+        lambda self, at, out=PageTables._num_out_of_sight: out(self, at + 1 + self.pool.page_size),
+    )
+
+
+@bug(ACCOUNTS)
+def a_page_out_of_sight_is_not_released(patch):
+    def forget(self, request, drop=PageTables.drop_unseen):
+        release, self.pool.release = self.pool.release, lambda page_ids: None
+        drop(self, request)
+        self.pool.release = release
+
+    patch.setattr(PageTables, "drop_unseen", forget)
+
+
+@bug(TOKENS)
+def a_fork_begins_with_pages_that_its_parent_has_given_back(patch):
+    inheritance = PageTables.inheritance
+
+    def blind(self, request):
+        parent = request.parent
+        if parent is None:
+            return inheritance(self, request)
+        dropped, parent.num_dropped_pages = parent.num_dropped_pages, 0
+        found = inheritance(self, request)
+        parent.num_dropped_pages = dropped
+        return found
+
+    patch.setattr(PageTables, "inheritance", blind)
+
+
+@bug(ACCOUNTS)
+def a_stopped_request_is_served_in_its_old_row(patch):
+    schedule = Scheduler.schedule
+
+    def stale(self):
+        running = list(self.running)
+        plan = schedule(self)
+        if plan is None:
+            return None
+        planned = {row.request.request_id for row in plan.rows}
+        rows = [
+            Row(request, 0, 1)
+            for request in running
+            if request.status is RequestStatus.WAITING and request.request_id not in planned
+        ]
+        return plan._replace(rows=[*plan.rows, *rows])
+
+    patch.setattr(Scheduler, "schedule", stale)
 
 
 def failure(check_accounts: bool) -> Exception | None:

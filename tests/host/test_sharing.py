@@ -18,6 +18,7 @@ def make_scheduler(num_pages=100, max_num_seqs=8, max_num_batched_tokens=64, pre
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=32,
         prefix_caching=prefix_caching,
+        reserved_tokens=0,
     )
 
 
@@ -289,15 +290,15 @@ def test_a_page_that_is_being_copied_takes_no_other_copy():
     scheduler.pool.fork(first.page_ids)
     scheduler.pool.fork(other.page_ids)
     held = scheduler.pool.acquire(scheduler.pool.num_free - 1)
-    scheduler._tables.copies = []
+    scheduler._tables.take_copies()
     source = first.page_ids[2]
     assert scheduler._tables._copy(first, 2) and scheduler.pool.num_free == 0
     scheduler.pool.release([source])  # its other holder was preempted
     assert scheduler.pool.num_free == 1
     assert not scheduler._tables._copy(other, 2)
-    assert scheduler.pool.num_free == 1 and len(scheduler._tables.copies) == 1
+    assert scheduler.pool.num_free == 1 and len(scheduler._tables._copies) == 1
     scheduler.pool.release(held)
-    assert scheduler._tables._copy(other, 2) and scheduler._tables.copies[1][1] != source
+    assert scheduler._tables._copy(other, 2) and scheduler._tables.take_copies()[1][1] != source
 
 
 def test_a_published_page_is_copied_even_by_its_only_holder():
