@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jpaged.models.config import ModelConfig
 
@@ -42,3 +42,26 @@ def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
     """Bytes of one page over all layers, keys and values."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return page_size * per_token * jnp.dtype(dtype).itemsize
+
+
+def take_pages(
+    kv_pages: KVPages, page_ids: Int32[Array, " n"]
+) -> Float[Array, "num_layers 2 n num_kv_heads page_size head_dim"]:
+    """The contents of pages over all layers, keys and values, to be kept elsewhere."""
+    return jnp.stack([jnp.stack([pages[page_ids] for pages in layer]) for layer in kv_pages])
+
+
+def put_pages(
+    kv_pages: KVPages,
+    page_ids: Int32[Array, " n"],
+    contents: Float[Array, "num_layers 2 n num_kv_heads page_size head_dim"],
+) -> KVPages:
+    """The pool with pages of these contents, as `take_pages` gives them. The null page may be among them several times,
+    for padding, with zeros."""
+    return tuple(
+        (keys.at[page_ids].set(new[0]), values.at[page_ids].set(new[1]))
+        for (keys, values), new in zip(kv_pages, contents, strict=True)
+    )
+
+
+jitted_put = jax.jit(put_pages, donate_argnums=0)

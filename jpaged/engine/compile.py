@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,8 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jpaged.device.kv_pages import kv_pages_like
+from jpaged.device.kv_pages import jitted_put, kv_pages_like, kv_shape, take_pages
 from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
 from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
 from jpaged.host.cache import cache_dir
@@ -24,7 +26,8 @@ from jpaged.models.config import ModelConfig
 log = logging.getLogger("jpaged")
 
 Step = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
-Shape = Step | int  # or how many pages are copied
+Move = tuple[str, int]  # "copy", "take" or "put", and how many pages
+Shape = Step | Move
 
 
 class LateCompileError(RuntimeError):
@@ -123,8 +126,8 @@ def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
 
 
 class CompiledSteps:
-    """`step` and `copy`, compiled for each shape of `buckets`, with the precision of matrix products that holds when
-    this is made.
+    """`step` and what moves pages, compiled for each shape of `buckets`, with the precision of matrix products that
+    holds when this is made.
 
     `weights` may be arrays or shapes: shapes, dtypes and shardings are read, nothing is kept.
     """
@@ -139,6 +142,7 @@ class CompiledSteps:
         kv_dtype: Any,
         kernels: Kernels = BEST,
         num_candidates: int = 0,
+        swap_sizes: Sequence[int] = (),
         device: jax.Device | None = None,
         allow_late: bool,
     ):
@@ -148,6 +152,7 @@ class CompiledSteps:
         )
         self._kv_pages = kv_pages_like(config, num_pages, buckets.page_size, kv_dtype)
         self._buckets = buckets
+        self.swap_sizes = swap_sizes  # ascending: how many pages are taken, or put, at once
         self._kernels = kernels
         self._num_candidates = num_candidates
         self._device = device  # for which kernels are chosen; None: the default one
@@ -184,11 +189,13 @@ class CompiledSteps:
         """Run every program on a batch of nothing but padding, which touches no page but the null page; returns the
         pool. The first run of a program takes a fraction of a second longer than the others."""
         for shape, program in self._programs.items():
-            if isinstance(shape, int):
-                kv_pages = program(kv_pages, np.zeros((shape, 2), np.int32))
-                continue
-            like = batch_like(shape, self._buckets, self._with_rope_lens)
-            kv_pages, *_ = program(weights, kv_pages, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like))
+            like = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._inputs_like(shape))
+            if len(shape) == 3:
+                kv_pages, _ = program(weights, kv_pages, *like)
+            elif shape[0] == "take":
+                jax.block_until_ready(program(kv_pages, *like))
+            else:
+                kv_pages = program(kv_pages, *like)
         return jax.block_until_ready(kv_pages)
 
     @property
@@ -229,14 +236,43 @@ class CompiledSteps:
         program = self._programs.get(shape) or self._program_to_come(shape)
         return program(weights, kv_pages, batch)
 
+    @property
+    def most_swapped(self) -> int:
+        return self.swap_sizes[-1]
+
     def copy_pages(self, kv_pages: Any, page_copies: Sequence[tuple[int, int]]) -> Any:
         """The pool with these pages (source, target) copied."""
         packed = pack_copies(page_copies, self._buckets)
-        program = self._programs.get(len(packed)) or self._program_to_come(len(packed))
-        return program(kv_pages, packed)
+        return self._program("copy", len(packed))(kv_pages, packed)
+
+    def take_pages(self, kv_pages: Any, page_ids: Sequence[int]) -> jax.Array:
+        """The contents of at most `swap_sizes[-1]` pages, and of some more that mean nothing. It is on its way to the
+        host."""
+        packed = self._packed(page_ids)
+        taken = self._program("take", len(packed))(kv_pages, packed)
+        taken.copy_to_host_async()
+        return taken
+
+    def put_pages(self, kv_pages: Any, page_ids: Sequence[int], contents: np.ndarray) -> Any:
+        """The pool with the contents of at most `swap_sizes[-1]` pages, [num_layers, 2, n, ...]."""
+        packed = self._packed(page_ids)
+        padding = len(packed) - len(page_ids)
+        padded = np.pad(contents, [(0, padding if axis == 2 else 0) for axis in range(contents.ndim)])
+        return self._program("put", len(packed))(kv_pages, packed, padded)
+
+    def _packed(self, page_ids: Sequence[int]) -> np.ndarray:
+        """Page ids padded with the null page."""
+        packed = np.zeros(self.swap_sizes[bisect_left(self.swap_sizes, len(page_ids))], np.int32)
+        packed[: len(page_ids)] = page_ids
+        return packed
+
+    def _program(self, name: str, num_pages: int) -> Callable:
+        return self._programs.get((name, num_pages)) or self._program_to_come((name, num_pages))
 
     def _all_shapes(self) -> list[Shape]:
-        return [*self._buckets.all_shapes(), *self._buckets.copies]
+        moves = [("copy", n) for n in self._buckets.copies]
+        moves += [(name, n) for n in self.swap_sizes for name in ("take", "put")]
+        return [*self._buckets.all_shapes(), *moves]
 
     def _program_to_come(self, shape: Shape) -> Callable:
         future = self._to_come.get(shape)
@@ -244,12 +280,26 @@ class CompiledSteps:
             self._fulfil(shape, future)  # in front of the queue
             return future.result()
         if self._to_come:
-            batch = f"{shape} copies of pages" if isinstance(shape, int) else f"{shape[0]} tokens in {shape[1]} rows"
+            batch = f"{shape[0]} tokens in {shape[1]} rows" if len(shape) == 3 else f"{shape[1]} pages to {shape[0]}"
             what = f"a batch of {batch} was not compiled at warm-up"
             if not self._allow_late:
                 raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
             log.warning("%s: compiling it now", what)
         return self._compile(shape)
+
+    def _inputs_like(self, shape: Shape) -> tuple[Any, ...]:
+        """Shapes of a program's arguments beside weights and pool."""
+        if len(shape) == 3:
+            return (batch_like(shape, self._buckets, self._with_rope_lens),)
+        name, num_pages = shape
+        if name == "copy":
+            return (jax.ShapeDtypeStruct((num_pages, 2), np.int32),)
+        page_ids = jax.ShapeDtypeStruct((num_pages,), np.int32)
+        if name == "take":
+            return (page_ids,)
+        pages = kv_shape(self._config, num_pages, self._buckets.page_size)
+        dtype = self._kv_pages[0][0].dtype
+        return page_ids, jax.ShapeDtypeStruct((self._config.num_layers, 2, *pages), dtype)
 
     def _lower(self, shape: Shape):
         # Such settings hold for a thread: without this, a program would depend on which thread makes it.
@@ -260,11 +310,21 @@ class CompiledSteps:
             jax.default_matmul_precision(self._precision),
             jax.default_device(self._device or jax.config.jax_default_device),
         ):
-            if isinstance(shape, int):
-                return jitted_copy.lower(self._kv_pages, jax.ShapeDtypeStruct((shape, 2), np.int32), self._kernels)
-            batch = batch_like(shape, self._buckets, self._with_rope_lens)
-            options = self._kernels, self._num_candidates
-            return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, *options)
+            inputs = self._inputs_like(shape)
+            if len(shape) == 3:
+                options = self._kernels, self._num_candidates
+                return jitted_step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
+            if shape[0] == "copy":
+                return jitted_copy.lower(self._kv_pages, *inputs, self._kernels)
+            move = jitted_put if shape[0] == "put" else jax.jit(take_pages, out_shardings=self._on_the_host())
+            return move.lower(self._kv_pages, *inputs)
+
+    def _on_the_host(self) -> Any:
+        """Where pages that are taken go: memory that a GPU writes while the host does something else. (That of a CPU is
+        at hand anyway.)"""
+        if self._device is None or self._device.platform == "cpu":
+            return None
+        return SingleDeviceSharding(self._device, memory_kind="pinned_host")
 
     def _compile(self, shape: Shape) -> Callable:
         program = self._programs[shape] = self._lower(shape).compile()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jpaged.device.kv_pages import KVPages, make_kv_pages, page_bytes
+from jpaged.device.kv_pages import KVPages, kv_shape, make_kv_pages, page_bytes
 from jpaged.device.params import Params, check_params
 from jpaged.device.sampler import Sampled
 from jpaged.device.step import Kernels
@@ -25,6 +25,7 @@ from jpaged.engine.group import Group, Sample
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
+from jpaged.engine.swap_store import SwapStore, make_swap_space, swap_sizes
 from jpaged.host.batch import Batch, Buckets, pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
@@ -116,7 +117,8 @@ class Engine:
             log.warning("max_model_len is %d, all that the KV cache holds, and not the model's %d", held, longest)
             longest = held
         self.max_model_len = longest
-        self._pool = PagePool(num_pages, config.page_size)
+        swap_space = make_swap_space(config, bytes_per_page)
+        self._pool = PagePool(num_pages, config.page_size, swap_space)
         self._buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -125,6 +127,7 @@ class Engine:
             max_model_len=longest,
             step_size=self._buckets.step_size,
             prefix_caching=config.prefix_caching,
+            sliding_window=model.sliding_window,
         )
         self._leaves_seen: list[weakref.ref] = []
         self.weights = params.weights
@@ -136,6 +139,7 @@ class Engine:
             kv_dtype=kv_dtype,
             kernels=kernels,
             num_candidates=num_candidates,
+            swap_sizes=swap_sizes(bytes_per_page) if swap_space is not None else (),
             device=device,
             allow_late=config.late_compile == "allow",
         )
@@ -151,6 +155,10 @@ class Engine:
             page_size=config.page_size,
         )
         self._with_rope_lens = needs_rope_lens(model)
+        self._swap_store: SwapStore | None = None
+        if swap_space is not None:
+            page_shape = (model.num_layers, 2, *kv_shape(model, 1, config.page_size)[1:])
+            self._swap_store = SwapStore(swap_space, page_shape, np.dtype(kv_dtype), config.swap_dir)
         self._make_kv_pages = partial(make_kv_pages, model, num_pages, config.page_size, kv_dtype)
         with own_settings():
             self._kv_pages: KVPages = self._make_kv_pages()
@@ -194,9 +202,17 @@ class Engine:
             self._leaves_seen = [weakref.ref(leaf) for leaf in leaves]
 
     def add_request(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt: text, token ids, or chat messages (a list of `{"role": ..., "content": ...}`).
+
+        priority: the lower, the sooner it is served, before others that came earlier; equal ones in the order of
+        arrival. A unit of it is worth 1,000 places in that order, so that none waits for ever.
 
         Returns the request's id. Raises ValueError for a prompt or sampling that cannot be served; nothing is queued
         then.
@@ -212,6 +228,8 @@ class Engine:
             request_id = self._new_name()
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
+        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
+            raise ValueError(f"priority must be a whole number (the lower, the sooner), got {priority!r}")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
         max_tokens = self._limits.max_tokens(token_ids, sampling)
         requests: list[Request] = []
@@ -227,6 +245,8 @@ class Engine:
                     is_beam=sampling.num_beams > 1,
                     cache_salt=self._cache_salt(token_ids, sampling),
                     parent=requests[0] if index else None,  # the prompt is computed once
+                    priority=int(priority),
+                    family=request_id,
                 )
             )
         self._add(request_id, text, requests)
@@ -257,6 +277,7 @@ class Engine:
             name = self._new_name()
             fork = parent.like(
                 f"{name}/0",
+                family=name,
                 sampling=replace(parent.sampling, n=1, best_of=None),
                 seed=_seed_of_sample(parent.seed, MAX_N * parent.num_forks),  # no sample has this one
                 parent=parent,
@@ -292,6 +313,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
         warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
+        began = time.perf_counter()
         try:
             flight = self._in_flight or self._launch(self._scheduler.schedule())
             if flight is None:
@@ -308,6 +330,8 @@ class Engine:
             raise
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
+        if flight.batch.query_starts is not None and self._pool.swap_space is not None:
+            self._pool.swap_space.costs.record_prompt(time.perf_counter() - began, flight.plan.num_tokens)
         self._record(flight, len(gained))
         if warm:
             # Others compile too, between the steps.
@@ -319,6 +343,8 @@ class Engine:
         every running request computes its tokens again."""
         self._in_flight = None
         self._scheduler.start_over()
+        if self._swap_store is not None:
+            self._swap_store.clear()
         self._kv_pages = ()  # made again with the next step: here that could fail too
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
@@ -337,7 +363,9 @@ class Engine:
         with own_settings():
             if not self._kv_pages:
                 self._kv_pages = self._make_kv_pages()
-            if plan.page_copies:
+            if self._swap_store is not None:
+                self._kv_pages = self._swap_store.run(self._steps, self._kv_pages, plan)
+            elif plan.page_copies:
                 self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
             self._kv_pages, sampled = self._steps(self.weights, self._kv_pages, batch)
         return _Flight(plan._replace(rows=rows), batch, sampled)
@@ -457,6 +485,10 @@ class Engine:
         self.stats.num_preemptions = self._scheduler.num_preemptions
         self.stats.num_cached_tokens = self._scheduler.num_cached_tokens
         self.stats.num_page_copies += len(flight.plan.page_copies)
+        self.stats.num_pages_swapped_out += len(flight.plan.moves.swap_out)
+        self.stats.num_pages_swapped_in += len(flight.plan.moves.swap_in)
+        self.stats.num_used_pages = self._pool.num_used
+        self.stats.num_shared_pages = self._pool.num_shared
         if self.config.check_integrity:
             self._scheduler.check()
 

@@ -64,6 +64,8 @@ class Group:
             finished=not self.num_unfinished,
             num_preemptions=sum(s.request.num_preemptions for s in self.samples),
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
+            num_swapped_pages=sum(s.request.num_swapped_pages for s in self.samples),
+            num_page_copies=sum(s.request.num_page_copies for s in self.samples),
         )
 
     def branch(self, scheduler: Scheduler, detokenizer_of: Callable[[Request], Detokenizer | None]) -> bool:
@@ -80,7 +82,8 @@ class Group:
         if not branches:
             scheduler.branch(beams, [])
             self.samples = [self._found(beams[0], found, detokenizer_of) for found in search.found]
-            self.samples[0].request.num_preemptions = sum(beam.num_preemptions for beam in beams)
+            for name in ("num_preemptions", "num_swapped_pages", "num_page_copies"):
+                setattr(self.samples[0].request, name, sum(getattr(beam, name) for beam in beams))
             self.num_unfinished = 0
             return True
         places = {self.first_order + i for i in range(search.width)} - {beam.order for beam in beams}

@@ -69,7 +69,8 @@ class RequestOutput:
 
     prompt: the text that was given, or that the chat template made; None for token ids. num_preemptions: how often it
     had to give way, all samples together. num_cached_tokens: tokens of the prompt whose KV was found in the prefix
-    cache.
+    cache. num_swapped_pages: pages that were brought back for it from swap space; num_page_copies: pages that were
+    copied as its samples went on differently in them; both all samples together.
     """
 
     request_id: str
@@ -79,6 +80,8 @@ class RequestOutput:
     finished: bool
     num_preemptions: int
     num_cached_tokens: int
+    num_swapped_pages: int = 0
+    num_page_copies: int = 0
 
     @property
     def latencies(self) -> list[Latencies]:

@@ -31,6 +31,12 @@ class EngineConfig:
     kv_cache_memory: the KV cache's size instead, in bytes or as text such as "2GiB".
     num_pages: the KV cache's size instead, in pages; one of them, the null page, only takes the writes of padding.
     dtype: of the KV cache: "float32", "bfloat16" or "float16" (that of the weights).
+    swap_space: host memory for pages that the KV cache has no room for, in bytes or as text. Preempted requests and
+        later prompts find them there (None: they are computed again).
+    swap_disk_space: as much again on disk, for what `swap_space` has no room for. swap_dir: the folder for it (that for
+        temporary files).
+    preemption: "swap": what is in swap space is brought back whatever it costs; "recompute": there is none (None: what
+        is there is brought back where that takes less time than to compute it again, as measured).
     prefix_caching: keep the KV of full pages, until their place is needed, for later prompts that begin with the same
         tokens.
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
@@ -55,6 +61,10 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     num_pages: int | None = None
     dtype: Any = None
+    swap_space: int | str | None = None
+    swap_disk_space: int | str | None = None
+    swap_dir: str | None = None
+    preemption: Literal["swap", "recompute"] | None = None
     prefix_caching: bool = True
     async_scheduling: bool = True
     warm_up: bool | Literal["background"] = "background"
@@ -95,13 +105,14 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be a share above 0 and at most 1, got {share!r}")
-        if self.kv_cache_memory is not None:
-            object.__setattr__(self, "kv_cache_memory", _parse_bytes(self.kv_cache_memory))
-            if self.num_pages is not None:
-                raise ValueError(
-                    f"kv_cache_memory ({self.kv_cache_memory} bytes) and num_pages ({self.num_pages}) both fix the "
-                    "size of the KV cache: give one of them"
-                )
+        for name in ("kv_cache_memory", "swap_space", "swap_disk_space"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _parse_bytes(name, getattr(self, name)))
+        if self.kv_cache_memory is not None and self.num_pages is not None:
+            raise ValueError(
+                f"kv_cache_memory ({self.kv_cache_memory} bytes) and num_pages ({self.num_pages}) both fix the "
+                "size of the KV cache: give one of them"
+            )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.warm_up != "background" and not isinstance(self.warm_up, bool):
@@ -109,6 +120,7 @@ class EngineConfig:
         for name in ("prefix_caching", "async_scheduling", "interpret_kernels", "check_integrity"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_swap()
         if self.kernels not in (None, *KERNELS):
             raise ValueError(f"kernels must be None or one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.interpret_kernels and self.kernels not in ("mosaic_gpu", "triton"):
@@ -119,13 +131,31 @@ class EngineConfig:
             raise ValueError(
                 "late_compile='error' needs warm_up=True or 'background': without it every compilation is a late one"
             )
-        if self.compilation_cache_dir is not None:
-            if not isinstance(self.compilation_cache_dir, (str, os.PathLike)):
-                raise ValueError(f"compilation_cache_dir must be a path, got {self.compilation_cache_dir!r}")
-            object.__setattr__(self, "compilation_cache_dir", os.fspath(self.compilation_cache_dir))
+        for name in ("compilation_cache_dir", "swap_dir"):
+            path = getattr(self, name)
+            if path is not None:
+                if not isinstance(path, (str, os.PathLike)):
+                    raise ValueError(f"{name} must be a path, got {path!r}")
+                object.__setattr__(self, name, os.fspath(path))
+
+    def _check_swap(self) -> None:
+        if self.preemption not in (None, "swap", "recompute"):
+            raise ValueError(f"preemption must be None, 'swap' or 'recompute', got {self.preemption!r}")
+        if self.swap_space is None:
+            for name, value in (("preemption", self.preemption == "swap"), ("swap_disk_space", self.swap_disk_space)):
+                if value:
+                    raise ValueError(f"{name}={getattr(self, name)!r} needs swap_space: give it some, such as '4GiB'")
+        elif self.preemption == "recompute":
+            raise ValueError(
+                f"preemption='recompute' contradicts swap_space={self.swap_space!r}: nothing would be brought back"
+            )
+        elif not self.prefix_caching:
+            raise ValueError("swap_space needs prefix_caching=True: what is in it is found by its tokens")
+        if self.swap_dir is not None and self.swap_disk_space is None:
+            raise ValueError(f"swap_dir={self.swap_dir!r} needs swap_disk_space: say how much of it may be used")
 
 
-def _parse_bytes(value: int | str) -> int:
+def _parse_bytes(name: str, value: int | str) -> int:
     """Bytes from a number or from text: GiB is 1024**3, GB is 1000**3."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", value, re.IGNORECASE)
@@ -136,7 +166,8 @@ def _parse_bytes(value: int | str) -> int:
                 return size
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise ValueError(f"kv_cache_memory must be bytes above 0, or text such as '2GiB' or '500MB', got {value!r}")
+    cure = "" if name == "kv_cache_memory" else ": leave it out for none"
+    raise ValueError(f"{name} must be bytes above 0, or text such as '2GiB' or '500MB', got {value!r}{cure}")
 
 
 def _dtype_name(value: Any) -> str:

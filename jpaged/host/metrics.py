@@ -15,7 +15,8 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class EngineStats:
-    """Running totals since the engine was built. Each is a plain number, so that two readings can be subtracted."""
+    """Running totals since the engine was built, but where it says otherwise. Each is a plain number, so that two
+    readings can be subtracted."""
 
     num_steps: int = 0
     num_decode_steps: int = 0  # of them, those without a prompt's tokens
@@ -25,6 +26,10 @@ class EngineStats:
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens that were not computed, as their KV was found in pages of others
     num_page_copies: int = 0  # pages copied as two sequences went on differently in them
+    num_pages_swapped_out: int = 0  # moved to swap space, as the pool needed their place
+    num_pages_swapped_in: int = 0  # and back
+    num_used_pages: int = 0  # that requests hold, after the last step
+    num_shared_pages: int = 0  # of them, those that more than one holds
     num_compiles: int = 0
     kv_utilization_sum: float = 0.0
     kv_utilization_samples: int = 0

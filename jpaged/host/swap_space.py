@@ -42,15 +42,14 @@ class SwapSpace:
     def clear(self) -> None:
         self._host: OrderedDict[bytes, int] = OrderedDict()  # places, the least recently used first
         self._disk: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(self.num_pages - 1, -1, -1))
-        self._free_disk = list(range(self.num_pages + self.num_disk_pages - 1, self.num_pages - 1, -1))
         # What the next step's moves are: pages to places, pairs of places, and keys of what they are yet to bring.
         self._swap_in: dict[int, int] = {}
         self._spills: list[tuple[int, int]] = []
         self._swap_out: list[tuple[int, int]] = []
         self._under_way: set[bytes] = set()
 
-    def __len__(self) -> int:
+    @property
+    def num_held(self) -> int:
         return len(self._host) + len(self._disk)
 
     def find(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -107,22 +106,26 @@ class SwapSpace:
         return moves
 
     def check(self) -> None:
-        """Asserts that every place is free or taken, once."""
-        places = [*self._host.values(), *self._disk.values(), *self._free, *self._free_disk]
-        assert sorted(places) == list(range(self.num_pages + self.num_disk_pages)), "places of swap space are lost"
+        """Asserts that every place that was ever taken is taken, once."""
+        assert sorted(self._host.values()) == list(range(len(self._host))), "places in memory are lost"
+        assert sorted(self._disk.values()) == [self.num_pages + i for i in range(len(self._disk))], "or on disk"
+        assert len(self._host) <= self.num_pages and len(self._disk) <= self.num_disk_pages, "more pages than places"
         assert not self._host.keys() & self._disk.keys(), "a page lies in two places of swap space"
-        assert all(place < self.num_pages for place in self._host.values()), "a place on disk counts as memory"
 
     def _make_place(self) -> int | None:
         """A free place in host memory; None if all are still to be filled."""
-        if self._free:
-            return self._free.pop()
+        if len(self._host) < self.num_pages:
+            return len(self._host)
         key = next(iter(self._host))
         if key in self._under_way:
             return None
         place = self._host.pop(key)
-        if self._free_disk or (self._disk and next(iter(self._disk)) not in self._under_way):
-            on_disk = self._free_disk.pop() if self._free_disk else self._disk.popitem(last=False)[1]
+        on_disk = None
+        if len(self._disk) < self.num_disk_pages:
+            on_disk = self.num_pages + len(self._disk)
+        elif self._disk and next(iter(self._disk)) not in self._under_way:
+            on_disk = self._disk.popitem(last=False)[1]
+        if on_disk is not None:
             self._disk[key] = on_disk
             self._under_way.add(key)
             self._spills.append((place, on_disk))

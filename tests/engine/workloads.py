@@ -14,8 +14,24 @@ from jpaged.host.sampling_params import SamplingParams
 VOCAB_SIZE = 320
 # Limits of the engines. Pools are made smaller by holding pages back, budgets and rows are shapes to compile.
 SHAPES = (
-    {"page_size": 4, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 16},
-    {"page_size": 8, "num_pages": 33, "max_num_seqs": 3, "max_num_batched_tokens": 5},
+    {
+        "page_size": 4,
+        "num_pages": 65,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_num_beams": 3,
+        "swap_space": "36KiB",  # 12 pages
+        "swap_disk_space": "36KiB",
+        "preemption": "swap",
+    },
+    {
+        "page_size": 8,
+        "num_pages": 33,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "swap_space": "1MiB",
+        "preemption": "swap",
+    },
     {"page_size": 16, "num_pages": 33, "max_num_seqs": 8, "max_num_batched_tokens": 32},
 )
 MAX_MODEL_LEN = 64
@@ -24,11 +40,13 @@ COMMON = tuple((31 * i * i + 5) % VOCAB_SIZE for i in range(45))  # what prompts
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes and when, if ever, it is aborted, both in steps."""
+    """A request: when it comes and when, if ever, it is forked and aborted, all in steps."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     step: int
+    priority: int
+    fork_step: int | None
     abort_step: int | None
 
 
@@ -47,6 +65,8 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
 
     shape = integer(0, len(SHAPES) - 1)
     page_size, most = SHAPES[shape]["page_size"], SHAPES[shape]["num_pages"] - 1
+    at_least = MAX_MODEL_LEN // page_size
+    urgent = chance(30)
     arrivals = []
     for _ in range(integer(1, 7)):
         max_tokens = integer(1, 24)
@@ -69,9 +89,12 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
             logprobs=True,
         )
         step = integer(0, 10)
+        fork_step = step + integer(1, 20) if chance(25) else None
         abort_step = step + integer(0, 20) if chance(20) else None
-        arrivals.append(Arrival(prompt, sampling, step, abort_step))
-    at_least = MAX_MODEL_LEN // page_size
+        width = integer(2, 3)
+        if chance(30) and shape == 0 and width * -(-(len(prompt) + max_tokens) // page_size) <= at_least:
+            sampling = SamplingParams(num_beams=width, n=width, temperature=0, max_tokens=max_tokens)
+        arrivals.append(Arrival(prompt, sampling, step, integer(-1, 1) if urgent else 0, fork_step, abort_step))
     num_pages = at_least + integer(0, 3) if chance(80) else integer(at_least, most)
     return Workload(shape, num_pages, tuple(arrivals))
 
@@ -90,6 +113,19 @@ def alone(prompt: tuple[int, ...], sampling: SamplingParams, index: int) -> tupl
     return sample.token_ids, sample.finish_reason, sample.stop_reason
 
 
+@functools.cache
+def forked_alone(prompt: tuple[int, ...], sampling: SamplingParams, num_tokens: int) -> tuple[list[int], str]:
+    """What a fork of the first sample goes on with, after so many tokens, when nothing else is there."""
+    large = engine(0)
+    parent = large.add_request(list(prompt), sampling)
+    while len(large._groups[parent].samples[0].request.output_token_ids) < num_tokens:
+        large.step()
+    (name,) = large.fork(parent)
+    large.abort(parent)
+    (sample,) = support.finish(large)[name].outputs
+    return sample.token_ids, sample.finish_reason
+
+
 def expect(workload: Workload) -> None:
     """Finds out what each request generates alone, before anything is tampered with."""
     for arrival in workload.arrivals:
@@ -103,14 +139,21 @@ def run(workload: Workload, served_by: Engine | None = None) -> int:
     served_by = served_by or engine(workload.shape)
     before = served_by.stats.num_preemptions
     names = [str(i) for i in range(len(workload.arrivals))]
-    finished, partial, aborted, step = {}, {}, set(), 0
+    finished, partial, aborted, forks, step = {}, {}, set(), {}, 0
     last = max(arrival.step for arrival in workload.arrivals)
     with support.small_pool(served_by, workload.num_pages):
         try:
             while step <= last or served_by.has_unfinished_requests():
                 for name, arrival in zip(names, workload.arrivals, strict=True):
                     if arrival.step == step:
-                        served_by.add_request(list(arrival.prompt), arrival.sampling, request_id=name)
+                        served_by.add_request(
+                            list(arrival.prompt), arrival.sampling, request_id=name, priority=arrival.priority
+                        )
+                    if arrival.fork_step == step and name in served_by._groups and arrival.sampling.num_beams == 1:
+                        parent = served_by._groups[name].samples[0].request
+                        if parent.finish_reason is None:
+                            (fork,) = served_by.fork(name)
+                            forks[fork] = arrival, len(parent.output_token_ids)
                     if arrival.abort_step == step and served_by.abort(name):
                         aborted.add(name)
                 for output in served_by.step():
@@ -119,8 +162,13 @@ def run(workload: Workload, served_by: Engine | None = None) -> int:
                 step += 1
                 assert step < 2000, "no progress"
         finally:
-            for name in names:  # whatever failed must not reach the next test
+            for name in [*names, *forks]:  # whatever failed must not reach the next test
                 served_by.abort(name)
+    for name, (arrival, num_tokens) in forks.items():
+        (sample,) = finished.pop(name).outputs
+        partial.pop(name, None)
+        expected = forked_alone(arrival.prompt, arrival.sampling, num_tokens)
+        assert (sample.token_ids, sample.finish_reason) == expected, f"fork {name} has other tokens than alone"
     assert finished.keys() == set(names) - aborted
     for name, output in (partial | finished).items():
         arrival = workload.arrivals[int(name)]
@@ -136,5 +184,5 @@ def run(workload: Workload, served_by: Engine | None = None) -> int:
 
 
 def without_aborts(workload: Workload) -> Workload:
-    arrivals = tuple(replace(arrival, abort_step=None) for arrival in workload.arrivals)
+    arrivals = tuple(replace(arrival, abort_step=None, fork_step=None) for arrival in workload.arrivals)
     return replace(workload, arrivals=arrivals)

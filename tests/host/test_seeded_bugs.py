@@ -430,7 +430,7 @@ def a_place_that_is_to_be_filled_goes_to_another_page(patch):
 @bug(TOKENS)
 def a_place_keeps_its_key_when_it_is_taken(patch):
     def keep(self):
-        return self._free.pop() if self._free else next(iter(self._host.values()))
+        return len(self._host) if len(self._host) < self.num_pages else next(iter(self._host.values()))
 
     patch.setattr(SwapSpace, "_make_place", keep)
 

@@ -56,7 +56,7 @@ def test_a_page_goes_out_when_its_place_is_needed_and_comes_back_for_the_same_to
         scheduler.pool.acquire,
     )
     step(scheduler)
-    assert first.finish_reason == "length" and not len(swap_space)
+    assert first.finish_reason == "length" and not swap_space.num_held
     page_ids = held[0]
     plan = scheduler_step_of(scheduler, add(scheduler, "second", range(50, 80), max_tokens=1))
     assert sorted(page_id for page_id, _ in plan.moves.swap_out) == sorted(page_ids)
@@ -156,7 +156,7 @@ def test_pages_come_back_where_that_is_cheaper_than_to_compute_them(costs, num_p
 def test_what_never_pays_is_not_moved_out():
     swap_space = make_swap_space(seconds_per_move=0, seconds_per_page=5, seconds_per_token=1)
     swap_space.swap_out(b"a", 1)
-    assert swap_space.take_moves() is NO_MOVES and not len(swap_space)
+    assert swap_space.take_moves() is NO_MOVES and not swap_space.num_held
 
 
 def test_the_price_of_a_token_is_that_of_the_best_step():
@@ -177,9 +177,9 @@ def test_new_weights_empty_the_swap_space():
     for name, prompt in (("a", range(12)), ("b", range(50, 80))):
         add(scheduler, name, prompt, max_tokens=1)
         step(scheduler)
-    assert len(swap_space)
+    assert swap_space.num_held
     scheduler.forget()
-    assert not len(swap_space)
+    assert not swap_space.num_held
     assert shares(scheduler_step_of(scheduler, add(scheduler, "again", range(12)))) == {"again": (0, 12)}
 
 
