@@ -477,7 +477,7 @@ class Engine:
             num_output_tokens=num_output_tokens,
         )
         rows = self._in_flight.plan.rows if self._in_flight else ()
-        being_written = sum(row.request.status is RequestStatus.RUNNING for row in rows)
+        being_written = sum(request.status is RequestStatus.RUNNING for request, _, _ in rows)
         self.stats.record_kv(
             num_tokens=self._scheduler.num_held_tokens + being_written,
             num_slots=self._pool.num_used * self._pool.page_size,

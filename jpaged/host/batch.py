@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -127,28 +127,38 @@ def pack(
     `ahead`: a decode step whose tokens the step before has not delivered yet; the caller puts them in.
     The arrays are fresh: the device may still read those of earlier steps.
     """
-    rows = sorted(rows, key=_has_more_than_one_token)
-    requests = [row.request for row in rows]
-    starts = np.array([row.start for row in rows], np.int32)
-    lens = np.array([row.num_tokens for row in rows], np.int32)
-    num_seqs, num_tokens = len(rows), int(lens.sum())
-    decodes = ahead or (num_tokens == num_seqs and all([row.samples for row in rows]))
+    num_seqs, num_tokens = len(rows), sum([num_tokens for _, _, num_tokens in rows])
+    rows = list(rows) if num_tokens == num_seqs else sorted(rows, key=_has_more_than_one_token)
+    requests = [request for request, _, _ in rows]
+    starts = np.array([start for _, start, _ in rows], np.int32)
+    lens = np.array([num_tokens for _, _, num_tokens in rows], np.int32)
+    ends = starts + lens
+    decodes = ahead or num_tokens == num_seqs
+    if decodes and not ahead:
+        totals = [request.num_prompt_tokens + len(request.output_token_ids) for request in requests]
+        decodes = bool((ends == totals).all())
     if decodes:
         batch_tokens = batch_rows = buckets.decode_rows(num_seqs)
     else:
         batch_tokens, batch_rows = buckets.mixed_shape(num_tokens, num_seqs)
 
     block_tables = np.zeros((batch_rows, buckets.pages_per_seq), np.int32)
-    np.concatenate([_block_table(request) for request in requests], out=block_tables[:num_seqs].reshape(-1))
+    most_pages = -(-int(ends.max()) // buckets.page_size)
+    tables = cast(list[np.ndarray], [request.block_table for request in requests])
+    if 2 * most_pages > buckets.pages_per_seq:
+        np.concatenate(tables, out=block_tables[:num_seqs].reshape(-1))
+    else:  # what takes the time is to write memory that was not there before
+        filled = np.concatenate([table[:most_pages] for table in tables])
+        block_tables[:num_seqs, :most_pages] = filled.reshape(num_seqs, most_pages)
     context_lens = np.zeros(batch_rows, np.int32)
-    context_lens[:num_seqs] = starts + lens
+    context_lens[:num_seqs] = ends
     query_starts = np.full(batch_rows + 1, num_tokens, np.int32)
     query_starts[0] = 0
     np.cumsum(lens, out=query_starts[1 : num_seqs + 1])
 
     token_ids, positions, slot_mapping = np.zeros((3, batch_tokens), np.int32)
     if not ahead:
-        token_ids[:num_tokens] = _token_ids(rows, num_tokens)
+        token_ids[:num_tokens] = _last_tokens(requests) if decodes else _token_ids(rows)
     row_of_token = np.repeat(np.arange(num_seqs), lens)
     position = np.arange(num_tokens, dtype=np.int32) + (starts - query_starts[:num_seqs])[row_of_token]
     page, offset = np.divmod(position, buckets.page_size)
@@ -186,9 +196,11 @@ def pack_copies(page_copies: Sequence[tuple[int, int]], buckets: Buckets) -> np.
     return packed
 
 
-def _token_ids(rows: list[Row], num_tokens: int) -> list[int]:
-    if num_tokens == len(rows):
-        return [row.request.token_at(row.start) for row in rows]
+def _last_tokens(requests: Sequence[Request]) -> list[int]:
+    return [(request.output_token_ids or request.prompt_token_ids)[-1] for request in requests]
+
+
+def _token_ids(rows: list[Row]) -> list[int]:
     token_ids = []
     for request, start, length in rows:
         token_ids += request.tokens(start, start + length)
@@ -203,7 +215,7 @@ def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int, ah
     table[: len(requests)] = np.frombuffer(packed, SAMPLING_ROW)
     banned_ids = np.full((batch_rows, MAX_BANNED_IDS), vocab_size, np.int32)
     for row, request in enumerate(requests):
-        if len(request.output_token_ids) + ahead < request.sampling.min_tokens:
+        if request.sampling.min_tokens and len(request.output_token_ids) + ahead < request.sampling.min_tokens:
             banned_ids[row, : len(request.ending_ids)] = sorted(request.ending_ids)
     temperature, top_k, top_p, min_p, seed = (np.ascontiguousarray(table[name]) for name in SAMPLING_FIELDS)
     return SamplingBatch(temperature, top_k, top_p, min_p, seed, banned_ids)
@@ -225,13 +237,8 @@ def _pack_sampling_row(request: Request) -> bytes:
     return request.sampling_row
 
 
-def _block_table(request: Request) -> np.ndarray:
-    assert request.block_table is not None, f"{request.request_id} is planned without pages"
-    return request.block_table
-
-
 def _has_more_than_one_token(row: Row) -> bool:
-    return row.num_tokens > 1
+    return row[2] > 1
 
 
 def _power_of_two_below(n: int) -> int:

@@ -199,6 +199,11 @@ class PageTables:
             keys = self.pool.swap_space.find(request.keys(num_held, self.pool.page_size))
         return Found(page_ids, keys, (num_held + len(keys)) * self.pool.page_size)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether there are pages that go out of sight."""
+        return self._sliding_window is not None
+
     def drop_unseen(self, request: Request) -> None:
         """Gives back the pages whose tokens are out of sight for all tokens to come."""
         if self._sliding_window is None:

@@ -81,6 +81,7 @@ class Request:
 
     ending_ids: frozenset[int] = field(init=False)  # ids that end the text, once min_tokens came before them
     num_prompt_tokens: int = field(init=False)
+    most_outputs: int = 0  # that there is room for, which the scheduler knows
     order: int = -1  # of arrival, which the scheduler counts
     forks: list[Request] = field(default_factory=list)  # those that wait for its prompt to be computed
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, as far as anybody asked

@@ -17,19 +17,9 @@ from .page_tables import Found, PageTables
 from .request import Request, RequestStatus
 from .swap_space import NO_MOVES, Moves
 
-
-class Row(NamedTuple):
-    """One request's share of a step: its tokens at positions start .. start + num_tokens - 1."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the request's last token, so that what it draws is the next one."""
-        return self.start + self.num_tokens == self.request.num_tokens
-
+# One request's share of a step: (request, start, num_tokens) for its tokens at start .. start + num_tokens - 1. A plain
+# tuple: a decode step makes one for each request, and a named one takes six times as long to make.
+Row = tuple[Request, int, int]
 
 BY_ORDER = attrgetter("order")
 PRIORITY_PLACES = 1000  # that a request moves back in the order of arrival for each number of its priority
@@ -142,6 +132,7 @@ class Scheduler:
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
         self._requests[request.request_id] = request
+        request.most_outputs = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         if order is None:
             order = self._num_arrivals + PRIORITY_PLACES * request.priority
             self._num_arrivals += request.sampling.num_beams
@@ -168,26 +159,28 @@ class Scheduler:
 
         # Every running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt, a
         # chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
+        running = RequestStatus.RUNNING
         for request in list(self.running):
-            if not budget or request.status is not RequestStatus.RUNNING:
+            if not budget or request.status is not running:
                 break  # once preempted, as are all that came after it
             start = request.num_computed_tokens
-            num_tokens = request.num_tokens - start
-            if not num_tokens:
-                continue  # a beam that waits for the others
-            if num_tokens >= page_size and self._tables.find_more(request):
-                self._release_forks(request)
-                start = request.num_computed_tokens
-                num_tokens = request.num_tokens - start
-            num_tokens = min(num_tokens, budget)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids) - start
+            if num_tokens != 1:
+                if not num_tokens:
+                    continue  # a beam that waits for the others
+                if num_tokens >= page_size and self._tables.find_more(request):
+                    self._release_forks(request)
+                    start = request.num_computed_tokens
+                    num_tokens = request.num_tokens - start
+                num_tokens = min(num_tokens, budget)
             if request.shares_tail or start + num_tokens > len(request.page_ids) * page_size:
                 if not self._make_room(request, start, start + num_tokens):
                     break
-            rows.append(Row(request, start, num_tokens))
+            rows.append((request, start, num_tokens))
             budget -= num_tokens
         if self.num_preemptions > preemptions_before:  # with the last, those of its family that had rows
-            rows = [row for row in rows if row.request.status is RequestStatus.RUNNING]
-            budget = self.max_num_batched_tokens - sum(row.num_tokens for row in rows)
+            rows = [row for row in rows if row[0].status is running]
+            budget = self.max_num_batched_tokens - sum(num_tokens for _, _, num_tokens in rows)
 
         # Then the waiting ones, strictly in order. All its present tokens must find free pages, or a request would
         # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet. One
@@ -195,7 +188,7 @@ class Scheduler:
         copies_to_come = 0
         computing: set[bytes | None] = set()
         if self.waiting:
-            computing = {self._tables.prompt_key(row.request) for row in rows if not row.request.has_computed_prompt}
+            computing = {self._tables.prompt_key(request) for request, _, _ in rows if not request.has_computed_prompt}
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             found = self._tables.inheritance(request)
@@ -218,7 +211,7 @@ class Scheduler:
                 self._stop(request)  # the free pages are being copied
                 break
             request.parent = None
-            rows.append(Row(request, start, num_tokens))
+            rows.append((request, start, num_tokens))
             budget -= num_tokens
 
         if not rows and self.waiting and self.running:
@@ -253,7 +246,7 @@ class Scheduler:
         if missing:
             for request, start, _ in plan.rows:
                 self._tables.hold(request, start + 1, start + 2)
-        rows = [Row(request, start + 1, 1) for request, start, _ in plan.rows]
+        rows = [(request, start + 1, 1) for request, start, _ in plan.rows]
         return self._plan(rows, len(rows))
 
     def update(
@@ -272,26 +265,33 @@ class Scheduler:
         now, gained, page_size = perf_counter(), [], self.pool.page_size
         tokens, logprobs = np.asarray(sampled_tokens).tolist(), np.asarray(logprobs).tolist()
         assert len(tokens) >= len(plan.rows), f"{len(tokens)} sampled tokens for {len(plan.rows)} rows"
-        for index, (row, token_id, logprob) in enumerate(zip(plan.rows, tokens, logprobs, strict=False)):
-            request, start, num_tokens = row
-            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
+        running, windows = RequestStatus.RUNNING, self._tables.has_windows
+        for index, ((request, start, num_tokens), token_id, logprob) in enumerate(
+            zip(plan.rows, tokens, logprobs, strict=False)
+        ):
+            if request.status is not running or request.num_computed_tokens != start:
                 continue
-            samples = row.samples
-            request.num_computed_tokens = start + num_tokens
-            if start + num_tokens >= (request.num_published_pages + 1) * page_size:
+            request.num_computed_tokens = end = start + num_tokens
+            if end >= (request.num_published_pages + 1) * page_size:
                 self._tables.publish(request)
-            self._tables.drop_unseen(request)
+            if windows:
+                self._tables.drop_unseen(request)
             if request.forks:
                 self._release_forks(request)
-            if samples and request.is_beam:
+            outputs = request.output_token_ids
+            if end < request.num_prompt_tokens + len(outputs):
+                continue  # what was drawn is not behind its last token
+            gained.append(request)
+            if request.is_beam:
                 assert candidates is not None, "a beam search needs steps that return candidates"
                 request.candidates = candidates[0][index], candidates[1][index]
-                gained.append(request)
-            elif samples:
-                request.append(token_id, logprob, now)
-                gained.append(request)
-                if end := request.end(self.max_model_len):
-                    self.finish(request, *end)
+                continue
+            outputs.append(token_id)
+            request.output_logprobs.append(logprob)
+            request.token_times.append(now)
+            if token_id in request.ending_ids or len(outputs) >= request.most_outputs:
+                if reasons := request.end(self.max_model_len):
+                    self.finish(request, *reasons)
         return gained
 
     def branch(self, beams: list[Request], branches: Sequence[Branch]) -> list[Request]:
@@ -384,8 +384,9 @@ class Scheduler:
             return rows, num_tokens
         num_tokens -= excess
         for i in reversed(range(len(rows))):
-            less = min(excess, rows[i].num_tokens - 1)
-            rows[i] = rows[i]._replace(num_tokens=rows[i].num_tokens - less)
+            request, start, length = rows[i]
+            less = min(excess, length - 1)
+            rows[i] = request, start, length - less
             excess -= less
             if not excess:
                 break

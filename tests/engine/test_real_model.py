@@ -97,7 +97,7 @@ def test_whole_distributions_agree_with_the_stored_ones(params, stored, prompts)
     chosen = [prompts[i] for i in stored["distribution_of"]]
     page_size, most, num_tokens = 16, 384, sum(map(len, chosen))
     pool = PagePool(1 + sum(-(-len(prompt) // page_size) for prompt in chosen), page_size)
-    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=most, max_model_len=most)
+    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=most, max_model_len=most, reserved_tokens=0)
     for i, prompt in enumerate(chosen):
         scheduler.add(Request(str(i), prompt, SAMPLING, 0, frozenset(), 64))
     plan = scheduler.schedule()
@@ -105,6 +105,6 @@ def test_whole_distributions_agree_with_the_stored_ones(params, stored, prompts)
     batch, rows = pack(plan.rows, Buckets.make(4, most, most, page_size), params.config.vocab_size)
     kv_pages = make_kv_pages(params.config, pool.num_pages, page_size, np.float32)
     _, logits = jax.jit(next_logits, static_argnums=0)(params.config, params.weights, kv_pages, batch)
-    order = [int(row.request.request_id) for row in rows]
+    order = [int(request.request_id) for request, _, _ in rows]
     logprobs = np.asarray(jax.nn.log_softmax(logits[: len(rows)]))
     np.testing.assert_allclose(logprobs, stored["distributions"][order], atol=1e-3, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,12 @@ NUM_WORKLOADS = 12
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 
 
+class Row(NamedTuple):
+    request: Any
+    start: int
+    num_tokens: int
+
+
 def bug(plant):
     BUGS[plant.__name__] = plant
     return plant
@@ -29,7 +36,8 @@ def change_batch(patch, change) -> None:
 
     def changed(rows, buckets, *args, **options):
         batch, rows = pack(rows, buckets, *args, **options)
-        return batch._replace(**change(batch, rows, buckets.page_size)), rows
+        named = [Row(*row) for row in rows]
+        return batch._replace(**change(batch, named, buckets.page_size)), rows
 
     patch.setattr(engine_module, "pack", changed)
 

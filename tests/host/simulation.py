@@ -391,8 +391,10 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
             return None
         if check_accounts:
             scheduler.check()
-        assert sum(row.num_tokens for row in plan.rows) == plan.num_tokens <= limits[1], "the budget is exceeded"
-        assert len(plan.rows) <= limits[0] and all(row.num_tokens > 0 for row in plan.rows)
+        assert sum(num_tokens for _, _, num_tokens in plan.rows) == plan.num_tokens <= limits[1], (
+            "the budget is exceeded"
+        )
+        assert len(plan.rows) <= limits[0] and all(num_tokens > 0 for _, _, num_tokens in plan.rows)
         batch, rows = batch_module.pack(plan.rows, buckets, VOCAB_SIZE, ahead=token_ids is not None)
         shape = len(batch.token_ids), len(batch.context_lens), batch.query_starts is None
         assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"

@@ -7,7 +7,6 @@ from jpaged.host.batch import STEP_COST, Buckets, pack
 from jpaged.host.page_pool import NULL_PAGE
 from jpaged.host.request import Request
 from jpaged.host.sampling_params import MAX_BANNED_IDS, SamplingParams
-from jpaged.host.scheduler import Row
 
 VOCAB_SIZE, PAGE_SIZE = 1000, 4
 BUCKETS = Buckets.make(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=20, page_size=PAGE_SIZE)
@@ -19,7 +18,7 @@ def make_row(start, num_tokens, page_ids, prompt=None, outputs=(), seed=0, **sam
     params = SamplingParams(max_tokens=None, **sampling)
     request = Request("r", prompt, params, seed, frozenset({2}), 100, output_token_ids=list(outputs))
     request.add_pages(page_ids, BUCKETS.pages_per_seq)
-    return Row(request, start, num_tokens)
+    return request, start, num_tokens
 
 
 def packed(*rows):
@@ -44,7 +43,7 @@ def test_a_step_ahead_is_a_decode_batch_whose_tokens_are_still_to_come():
     assert (batch.positions[0], batch.slot_mapping[0], batch.context_lens[0]) == (5, 7 * 4 + 1, 6)
     # It draws the third output token; the second is drawn in flight, the last to be kept from ending the text.
     assert (batch.sampling.banned_ids == VOCAB_SIZE).all()
-    assert pack([row._replace(start=4)], BUCKETS, VOCAB_SIZE)[0].sampling.banned_ids[0, 0] == 2
+    assert pack([(row[0], 4, 1)], BUCKETS, VOCAB_SIZE)[0].sampling.banned_ids[0, 0] == 2
 
 
 def test_a_mixed_batch_lays_the_rows_tokens_one_after_another():
@@ -66,7 +65,6 @@ def test_rows_with_one_token_come_first_and_otherwise_the_order_is_kept():
 
 def test_a_single_token_that_is_not_the_last_makes_the_batch_a_mixed_one():
     chunk = make_row(2, 1, [1], prompt=[5, 6, 7, 8])
-    assert not chunk.samples
     batch = packed(chunk)
     assert batch.query_starts[:2].tolist() == [0, 1]
     assert batch.token_ids[0] == 7
@@ -99,9 +97,9 @@ def test_the_arrays_of_one_step_are_not_touched_by_the_next():
     row = make_row(3, 1, [1])
     first = packed(row)
     before = [array.copy() for array in (*first[:5], *first.sampling)]
-    row.request.append(9, 0.0, 0.0)
-    row.request.add_pages([8], BUCKETS.pages_per_seq)
-    second = packed(Row(row.request, 4, 1))
+    row[0].append(9, 0.0, 0.0)
+    row[0].add_pages([8], BUCKETS.pages_per_seq)
+    second = packed((row[0], 4, 1))
     assert second.block_tables[0].tolist() == [1, 8, 0, 0, 0]
     for array, old in zip((*first[:5], *first.sampling), before, strict=True):
         assert (array == old).all()

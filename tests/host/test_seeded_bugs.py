@@ -14,7 +14,7 @@ from jpaged.host import batch
 from jpaged.host.page_pool import PagePool
 from jpaged.host.page_tables import PageTables
 from jpaged.host.request import Request, RequestStatus
-from jpaged.host.scheduler import Row, Scheduler
+from jpaged.host.scheduler import Scheduler
 from jpaged.host.swap_space import SwapSpace
 
 NUM_WORKLOADS = 120
@@ -163,7 +163,7 @@ def padding_is_written_to_the_last_page(patch):
         return acquire(self, num_pages)
 
     def change(packed, rows, page_size):
-        num_tokens = sum(row.num_tokens for row in rows)
+        num_tokens = sum(num_tokens for _, _, num_tokens in rows)
         slots = packed.slot_mapping.copy()
         slots[num_tokens:] = -1  # as an index it wraps around
         return {"slot_mapping": slots}
@@ -176,7 +176,7 @@ def padding_is_written_to_the_last_page(patch):
 def context_lens_exclude_this_step(patch):
     def change(packed, rows, page_size):
         context_lens = packed.context_lens.copy()
-        context_lens[: len(rows)] -= [row.num_tokens for row in rows]
+        context_lens[: len(rows)] -= [num_tokens for _, _, num_tokens in rows]
         return {"context_lens": context_lens}
 
     change_batch(patch, change)
@@ -186,7 +186,7 @@ def context_lens_exclude_this_step(patch):
 def positions_start_again_in_each_chunk(patch):
     def change(packed, rows, page_size):
         positions = np.zeros_like(packed.positions)
-        counted = [at for row in rows for at in range(row.num_tokens)]
+        counted = [at for _, _, num_tokens in rows for at in range(num_tokens)]
         positions[: len(counted)] = counted
         return {"positions": positions}
 
@@ -199,7 +199,7 @@ def sampling_values_stay_in_the_order_of_the_plan(patch):
 
     def unsorted(plan_rows, buckets, vocab_size, ahead):
         packed, rows = pack(plan_rows, buckets, vocab_size, ahead=ahead)
-        requests = [row.request for row in plan_rows]
+        requests = [request for request, _, _ in plan_rows]
         sampling = batch._pack_sampling(requests, len(packed.context_lens), vocab_size, ahead)
         return packed._replace(sampling=sampling), rows
 
@@ -214,7 +214,20 @@ def results_are_taken_in_the_order_of_the_plan(patch):
 
 @bug(TOKENS)
 def a_chunk_that_does_not_reach_the_last_token_samples(patch):
-    patch.setattr(Row, "samples", property(lambda row: True))
+    update = Scheduler.update
+
+    def eager(self, plan, sampled, *others):
+        short = [
+            (request, int(token))
+            for (request, start, num_tokens), token in zip(plan.rows, sampled)
+            if start + num_tokens < request.num_tokens and not request.is_beam
+        ]
+        gained = update(self, plan, sampled, *others)
+        for request, token in short:
+            request.append(token, 0.0, 0.0)
+        return gained
+
+    patch.setattr(Scheduler, "update", eager)
 
 
 @bug(TOKENS)
@@ -222,9 +235,9 @@ def a_step_planned_before_an_abort_still_adds_its_token(patch):
     update = Scheduler.update
 
     def heedless(self, plan, sampled, logprobs, candidates):
-        for row, token in zip(plan.rows, sampled):
-            if row.request.status is RequestStatus.FINISHED:
-                row.request.append(int(token), 0.0, 0.0)
+        for (request, _, _), token in zip(plan.rows, sampled):
+            if request.status is RequestStatus.FINISHED:
+                request.append(int(token), 0.0, 0.0)
         return update(self, plan, sampled, logprobs, candidates)
 
     patch.setattr(Scheduler, "update", heedless)
@@ -508,9 +521,9 @@ def a_stopped_request_is_served_in_its_old_row(patch):
         plan = schedule(self)
         if plan is None:
             return None
-        planned = {row.request.request_id for row in plan.rows}
+        planned = {request.request_id for request, _, _ in plan.rows}
         rows = [
-            Row(request, 0, 1)
+            (request, 0, 1)
             for request in running
             if request.status is RequestStatus.WAITING and request.request_id not in planned
         ]

@@ -43,7 +43,7 @@ def step(scheduler, token=7):
     scheduler.check()
     scheduler.update(plan, [token] * len(plan.rows), [-0.5] * len(plan.rows))
     scheduler.check()
-    return {row.request.request_id: (row.start, row.num_tokens) for row in plan.rows}, plan.page_copies
+    return {request.request_id: (start, num_tokens) for request, start, num_tokens in plan.rows}, plan.page_copies
 
 
 def serve(scheduler, name, prompt=range(10), **options):
@@ -87,7 +87,7 @@ def test_of_a_prompt_that_is_found_whole_only_the_last_token_is_computed_and_not
     serve(scheduler, "first", range(8), max_tokens=1)
     second = add(scheduler, "second", range(8))
     plan = scheduler.schedule()
-    assert [(row.start, row.num_tokens) for row in plan.rows] == [(7, 1)]
+    assert [row[1:] for row in plan.rows] == [(7, 1)]
     assert second.num_cached_tokens == 8
     batch, _ = pack(plan.rows, Buckets.make(8, 64, 32, PAGE_SIZE), vocab_size=100)
     assert batch.slot_mapping[0] == 0 and batch.positions[0] == 7 and batch.context_lens[0] == 8

@@ -43,7 +43,7 @@ def step(scheduler: Scheduler, token=1):
 
 
 def shares(plan) -> dict[str, tuple[int, int]]:
-    return {row.request.request_id: (row.start, row.num_tokens) for row in plan.rows}
+    return {request.request_id: (start, num_tokens) for request, start, num_tokens in plan.rows}
 
 
 def test_a_page_goes_out_when_its_place_is_needed_and_comes_back_for_the_same_tokens():
@@ -198,7 +198,7 @@ def test_samples_of_a_request_are_preempted_and_resumed_together():
     turns = []
     while scheduler.has_unfinished:
         plan = step(scheduler, token=len(turns))
-        turns.append({row.request.family for row in plan.rows})
+        turns.append({request.family for request, _, _ in plan.rows})
         running = {request.status for request in family if request.finish_reason is None}
         if old.finish_reason is None and turns[-1] == {"old"}:
             assert running == {RequestStatus.WAITING}, "not all of the family wait"
