@@ -125,6 +125,23 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "kv_cache_memory": ("--kv-cache-memory", {"type": str, "help": 'Size of the KV cache, such as "2GiB".'}),
     "num_pages": ("--num-pages", {"type": int, "help": "Size of the KV cache in pages, instead."}),
     "dtype": ("--kv-dtype", {"type": click.Choice(DTYPES), "help": "Of the KV cache [default: that of the weights]."}),
+    "swap_space": (
+        "--swap-space",
+        {"help": 'Host memory for pages that the KV cache has no room for, such as "4GiB" [default: none].'},
+    ),
+    "swap_disk_space": ("--swap-disk-space", {"help": "As much again on disk, for what that has no room for."}),
+    "swap_dir": (
+        "--swap-dir",
+        {"type": click.Path(file_okay=False), "help": "The folder for it [default: that for temporary files]."},
+    ),
+    "preemption": (
+        "--preemption",
+        {
+            "type": click.Choice(["swap", "recompute"]),
+            "help": "What a preempted request has computed is brought back, or computed again [default: what is faster, "
+            "if there is swap space].",
+        },
+    ),
     "prefix_caching": (
         "--prefix-caching/--no-prefix-caching",
         {"default": None, "help": "Keep the KV of prompts for later ones that begin alike."},

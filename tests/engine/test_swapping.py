@@ -214,3 +214,16 @@ def test_urgent_requests_overtake_the_others():
     names = [engine.add_request(PROMPTS[i], SAMPLING, priority=priority) for i, priority in enumerate((0, 1, -2, 0))]
     ended = list(support.finish(engine))
     assert ended == [names[2], names[0], names[3], names[1]]
+
+
+def test_a_model_with_a_window_gives_back_the_pages_behind_it():
+    engine = support.build(support.tiny("mistral_sw8"))
+    expected = serve(engine, PROMPTS[:1], SAMPLING)
+    assert engine.model_config.sliding_window == 8
+    used = []
+    engine.add_request(PROMPTS[0], SAMPLING)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        used.append(engine.stats.num_used_pages)
+    assert max(used[-10:]) <= 8 // 4 + 1, "pages of 4 slots, of which a window of 8 touches 3"
+    assert tokens(outputs) == tokens(expected)
