@@ -129,6 +129,10 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--prefix-caching/--no-prefix-caching",
         {"default": None, "help": "Keep the KV of prompts for later ones that begin alike."},
     ),
+    "prompt_logprobs": (
+        "--prompt-logprobs",
+        {"is_flag": True, "default": None, "help": "Build steps that can score prompts, for `Session.score`."},
+    ),
     "async_scheduling": (
         "--async-scheduling/--no-async-scheduling",
         {"default": None, "help": "Start a step before the tokens of the one before are read."},

@@ -99,7 +99,7 @@ def compile_counter() -> CompileCounter:
     return _counter
 
 
-def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
+def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool, with_targets: bool = False) -> Batch:
     """A batch of one shape with shapes and dtypes for arrays."""
     tokens, rows, is_decode = shape
     array = jax.ShapeDtypeStruct
@@ -119,6 +119,7 @@ def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
             banned_ids=array((rows, MAX_BANNED_IDS), np.int32),
         ),
         rope_lens=array((tokens,), np.int32) if with_rope_lens else None,
+        targets=array((tokens,), np.int32) if with_targets and not is_decode else None,
     )
 
 
@@ -139,6 +140,7 @@ class CompiledSteps:
         kv_dtype: Any,
         kernels: Kernels = BEST,
         num_candidates: int = 0,
+        with_targets: bool = False,
         device: jax.Device | None = None,
         allow_late: bool,
     ):
@@ -151,9 +153,9 @@ class CompiledSteps:
         self._kernels = kernels
         self._num_candidates = num_candidates
         self._device = device  # for which kernels are chosen; None: the default one
-        self._with_rope_lens = needs_rope_lens(config)
+        self._batch_fields = needs_rope_lens(config), with_targets
         with jax.default_device(self._device or jax.config.jax_default_device):
-            largest = batch_like(buckets.largest_shapes()[-1], buckets, self._with_rope_lens)
+            largest = batch_like(buckets.largest_shapes()[-1], buckets, *self._batch_fields)
             check_kernels(config, largest, self._kv_pages[0][0], jax.tree.leaves(self._weights)[0].dtype, kernels)
         self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
@@ -187,7 +189,7 @@ class CompiledSteps:
             if isinstance(shape, int):
                 kv_pages = program(kv_pages, np.zeros((shape, 2), np.int32))
                 continue
-            like = batch_like(shape, self._buckets, self._with_rope_lens)
+            like = batch_like(shape, self._buckets, *self._batch_fields)
             kv_pages, *_ = program(weights, kv_pages, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like))
         return jax.block_until_ready(kv_pages)
 
@@ -262,7 +264,7 @@ class CompiledSteps:
         ):
             if isinstance(shape, int):
                 return jitted_copy.lower(self._kv_pages, jax.ShapeDtypeStruct((shape, 2), np.int32), self._kernels)
-            batch = batch_like(shape, self._buckets, self._with_rope_lens)
+            batch = batch_like(shape, self._buckets, *self._batch_fields)
             options = self._kernels, self._num_candidates
             return jitted_step.lower(self._config, self._weights, self._kv_pages, batch, *options)
 

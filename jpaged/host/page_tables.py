@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from .page_pool import PagePool
 from .request import Request, RequestStatus
 
@@ -129,4 +131,9 @@ class PageTables:
         """Published pages of its tokens, from those on that it holds no page for."""
         if not self._prefix_caching or request.is_stale:
             return []
-        return self.pool.match(request.keys(len(request.page_ids), self.pool.page_size))
+        keys = request.keys(len(request.page_ids), self.pool.page_size)
+        if request.score_from is not None:
+            # The token before the first that is scored must be computed, with all after it: pages know no logits.
+            useful = (request.score_from - 1) // self.pool.page_size
+            keys = islice(keys, max(useful - len(request.page_ids), 0))
+        return self.pool.match(keys)

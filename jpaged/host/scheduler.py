@@ -121,7 +121,7 @@ class Scheduler:
         has as many places as it may have beams, from that of the first on."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
-        if request.num_tokens >= self.max_model_len:
+        if request.num_tokens + (request.score_from is None) > self.max_model_len:
             raise ValueError(
                 f"the prompt has {request.num_tokens} tokens and leaves no room to generate within max_model_len "
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
@@ -237,9 +237,10 @@ class Scheduler:
         sampled_tokens: Sequence[int],
         logprobs: Sequence[float],
         candidates: tuple[np.ndarray, np.ndarray] | None = None,
+        prompt_logprobs: np.ndarray | None = None,
     ) -> list[Request]:
-        """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token, or if it is a
-        beam, candidates for one.
+        """Takes in a step's results, one for each row of `plan` in its order, but `prompt_logprobs` for each token;
+        returns who gained a token, or if it is a beam, candidates for one, or the last of its scores.
 
         Rows of requests that were aborted since, or lost their pages, are skipped: `sampled_tokens` may be longer than
         the plan (padding), and holds nothing of use for rows that did not reach their request's last token.
@@ -247,8 +248,10 @@ class Scheduler:
         now, gained, page_size = perf_counter(), [], self.pool.page_size
         tokens, logprobs = np.asarray(sampled_tokens).tolist(), np.asarray(logprobs).tolist()
         assert len(tokens) >= len(plan.rows), f"{len(tokens)} sampled tokens for {len(plan.rows)} rows"
+        next_at = 0
         for index, (row, token_id, logprob) in enumerate(zip(plan.rows, tokens, logprobs, strict=False)):
             request, start, num_tokens = row
+            at, next_at = next_at, next_at + num_tokens
             if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
                 continue
             samples = row.samples
@@ -257,7 +260,12 @@ class Scheduler:
                 self._tables.publish(request)
             if request.forks:
                 self._release_forks(request)
-            if samples and request.is_beam:
+            if request.score_from is not None:
+                assert prompt_logprobs is not None, "scores need steps that return the log-probabilities of prompts"
+                if request.take_scores(start, prompt_logprobs[at:next_at].tolist()):
+                    gained.append(request)
+                    self.finish(request, "stop")
+            elif samples and request.is_beam:
                 assert candidates is not None, "a beam search needs steps that return candidates"
                 request.candidates = candidates[0][index], candidates[1][index]
                 gained.append(request)
