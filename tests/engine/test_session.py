@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import engine_support as support
 import jax
@@ -179,10 +180,10 @@ def test_a_session_finds_only_pages_of_its_salt(engine):
     ids, _ = stored("llama")
     engine.session(ids[:20], cache_salt="a").generate(GREEDY)
     cached = engine.stats.num_cached_tokens
+    engine.session(ids[:20], cache_salt="a").fork().score(ids[20:])
+    assert engine.stats.num_cached_tokens == cached + 16
     engine.session(ids[:20]).generate(GREEDY)
     engine.session(ids[:20], cache_salt="b").score(ids[20:])
-    assert engine.stats.num_cached_tokens == cached
-    engine.session(ids[:20], cache_salt="a").fork().score(ids[20:])
     assert engine.stats.num_cached_tokens == cached + 16
     engine.session(ids[:20], cache_salt="a").generate(dataclasses.replace(GREEDY, cache_salt="a"))
     assert engine.stats.num_cached_tokens > cached + 16
@@ -223,6 +224,55 @@ def test_what_an_aborted_request_had_gained_is_dropped(engine):
     engine.session(ids[:7]).generate(GREEDY)
     assert engine.abort("ended") and engine.abort("runs") and not engine.abort("ended")
     assert not engine.has_unfinished_requests() and engine.step() == []
+
+
+# A tree
+
+dense = jax.jit(lambda params, tokens: jax.nn.log_softmax(jpaged.forward(params, tokens)))
+
+
+def logprobs_of(ids: list[int]) -> np.ndarray:
+    """The whole distribution after each token, of the model without pages: what follows changes nothing before it."""
+    return np.asarray(dense(support.tiny("llama"), np.array([ids + [0] * (64 - len(ids))])))[0, : len(ids)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_tree_in_any_pool_beside_any_requests_gives_what_the_model_gives(engine, seed, monkeypatch):
+    rng = random.Random(seed)
+    monkeypatch.setattr(engine._scheduler, "max_num_batched_tokens", rng.choice([3, 8, 16]))
+    nodes = [engine.session([rng.randrange(320) for _ in range(length)]) for length in (1, 6, 13)]
+    names, finished = set(), set()
+    with support.small_pool(engine, rng.choice([16, 18, 30])):
+        for _ in range(20):
+            node = rng.choice(nodes)
+            if len(node) > 50:
+                nodes.remove(node)
+                nodes.append(engine.session([len(nodes)]))
+                continue
+            more, before = [rng.randrange(320) for _ in range(rng.randrange(1, 9))], node.token_ids
+            call = rng.choice(["fork", "append", "generate", "score", "score", "others"])
+            if call == "fork":
+                nodes.append(node.fork())
+            elif call == "append":
+                node.append(more)
+                assert node.token_ids == before + more
+            elif call == "generate":
+                output = node.generate(SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=True))
+                assert node.token_ids == before + output.token_ids
+                expected = logprobs_of(node.token_ids)[len(before) - 1 : -1]
+                np.testing.assert_allclose(output.logprobs, expected[range(5), output.token_ids], atol=1e-4)
+                assert (expected.max(axis=-1) - output.logprobs < 1e-3).all(), "not the likeliest tokens"
+            elif call == "score":
+                expected = logprobs_of(before + more)[len(before) - 1 : -1]
+                assert_scores(node.score(more), expected[range(len(more)), more])
+                assert node.token_ids == before
+            else:
+                sampling = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True, n=rng.choice([1, 2]))
+                names.add(engine.add_request(before[:9], sampling))
+            if rng.random() < 0.2:
+                finished |= {output.request_id for output in engine.step() if output.finished}
+        finished |= support.finish(engine).keys()
+    assert finished == names
 
 
 # Interruptions
