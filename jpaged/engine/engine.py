@@ -310,7 +310,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list.
 
-        In front stands what requests gained since the last call in the steps that a `Session` took."""
+        In front stands what requests gained since the last call in the steps that a `Session` took.
+        """
         self._advance()
         outputs, self._ready = self._ready, []
         return outputs

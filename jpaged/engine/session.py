@@ -20,8 +20,11 @@ class Session:
 
     It holds token ids and nothing else: between calls, its KV is what the engine's prefix cache has of these tokens. So
     a fork costs nothing and computes nothing again; what memory pressure took is computed again, and so is the page
-    that is not full yet, at most `page_size - 1` tokens. Other requests of the engine go on in the steps of `generate`
-    and `score`; the next `Engine.step` returns what they gained.
+    that is not full yet, at most `page_size - 1` tokens. Other weights find nothing of the earlier ones. Where rotary
+    embeddings depend on the length of a sequence (dynamic scaling), KV is found by sequences of the same length alone.
+
+    Other requests of the engine go on in the steps of `generate` and `score`; the next `Engine.step` returns what they
+    gained.
 
     A call that raises, Ctrl-C included, leaves the session as it was and no request behind. Not for use from several
     threads at once.
