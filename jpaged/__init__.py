@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jpaged.engine.engine import Engine as Engine
     from jpaged.engine.llm import LLM as LLM
     from jpaged.engine.outputs import RequestOutput as RequestOutput
+    from jpaged.engine.session import Session as Session
     from jpaged.host.config import EngineConfig as EngineConfig
     from jpaged.host.sampling_params import SamplingParams as SamplingParams
     from jpaged.models.config import ModelConfig as ModelConfig
@@ -31,6 +32,7 @@ _HOMES = {
     "Params": "jpaged.device.params",
     "RequestOutput": "jpaged.engine.outputs",
     "SamplingParams": "jpaged.host.sampling_params",
+    "Session": "jpaged.engine.session",
     "forward": "jpaged.models.decoder",
     "generate": "jpaged.engine.api",
     "load": "jpaged.checkpoint",
@@ -45,6 +47,7 @@ __all__ = [
     "Params",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "forward",
     "generate",
     "load",

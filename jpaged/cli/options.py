@@ -138,13 +138,17 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--preemption",
         {
             "type": click.Choice(["swap", "recompute"]),
-            "help": "What a preempted request has computed is brought back, or computed again [default: what is faster, "
-            "if there is swap space].",
+            "help": "What a preempted request had is brought back, or computed again [default: if there is swap space, "
+            "what is faster].",
         },
     ),
     "prefix_caching": (
         "--prefix-caching/--no-prefix-caching",
         {"default": None, "help": "Keep the KV of prompts for later ones that begin alike."},
+    ),
+    "prompt_logprobs": (
+        "--prompt-logprobs",
+        {"is_flag": True, "default": None, "help": "Build steps that can score prompts, for `Session.score`."},
     ),
     "async_scheduling": (
         "--async-scheduling/--no-async-scheduling",

@@ -24,6 +24,8 @@ class Sampled(NamedTuple):
     # The likeliest ids, best first and of equal ones the lowest: what a beam search goes on with.
     candidate_ids: Int32[Array, "num_seqs num_candidates"] | None = None
     candidate_logprobs: Float[Array, "num_seqs num_candidates"] | None = None
+    # Of each token's target (`Batch.targets`), where the batch has any: this one is by token, not by row.
+    prompt_logprobs: Float[Array, " num_tokens"] | None = None
 
 
 def sample(

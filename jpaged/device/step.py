@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jpaged.device.kv_pages import KVPages
+from jpaged.device.prompt_logprobs import prompt_logprobs
 from jpaged.device.sampler import Sampled, sample
 from jpaged.device.sharding import over_heads, replicated
 from jpaged.host.batch import Batch
@@ -73,17 +74,32 @@ def attend_through(kernels: Kernels) -> Attend:
     return attend_paged
 
 
+def hidden_states(
+    config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
+) -> tuple[KVPages, Float[Array, "num_tokens d_model"]]:
+    """The pool with the batch's tokens written, and the hidden state after each token."""
+    hidden, kv_pages = decode(
+        weights, config, batch.token_ids, batch.positions, batch.rope_lens, attend_through(kernels), kv_pages, batch
+    )
+    return kv_pages, hidden
+
+
+def last_logits(
+    weights: dict[str, Any], hidden: Float[Array, "num_tokens d_model"], batch: Batch
+) -> Float[Array, "num_seqs vocab"]:
+    """The logits after the last token of each row."""
+    if batch.query_starts is not None:
+        hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+    # Every device samples for itself: it needs the scores of the whole vocabulary.
+    return replicated(logits(weights, hidden))
+
+
 def next_logits(
     config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
 ) -> tuple[KVPages, Float[Array, "num_seqs vocab"]]:
     """The pool with the batch's tokens written, and the logits after the last token of each row."""
-    hidden, kv_pages = decode(
-        weights, config, batch.token_ids, batch.positions, batch.rope_lens, attend_through(kernels), kv_pages, batch
-    )
-    if batch.query_starts is not None:
-        hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-    # Every device samples for itself: it needs the scores of the whole vocabulary.
-    return kv_pages, replicated(logits(weights, hidden))
+    kv_pages, hidden = hidden_states(config, weights, kv_pages, batch, kernels)
+    return kv_pages, last_logits(weights, hidden, batch)
 
 
 def step(
@@ -95,11 +111,15 @@ def step(
     num_candidates: int = 0,
 ) -> tuple[KVPages, Sampled]:
     """The pool, and what is drawn for each row. Of a row whose tokens are not all computed yet, it means nothing."""
-    kv_pages, scores = next_logits(config, weights, kv_pages, batch, kernels)
+    kv_pages, hidden = hidden_states(config, weights, kv_pages, batch, kernels)
+    scores = last_logits(weights, hidden, batch)
     with jax.named_scope("sample"):
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
         options = {"num_candidates": num_candidates, **kernels.others}
-        return kv_pages, sample(scores, batch.sampling, batch.context_lens, **options)
+        sampled = sample(scores, batch.sampling, batch.context_lens, **options)
+    if batch.targets is not None:
+        sampled = sampled._replace(prompt_logprobs=prompt_logprobs(weights, hidden, batch.targets))
+    return kv_pages, sampled
 
 
 def copy(kv_pages: KVPages, page_copies: Int32[Array, "num_copies 2"], kernels: Kernels = BEST) -> KVPages:

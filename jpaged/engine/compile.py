@@ -102,7 +102,7 @@ def compile_counter() -> CompileCounter:
     return _counter
 
 
-def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
+def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool, with_targets: bool = False) -> Batch:
     """A batch of one shape with shapes and dtypes for arrays."""
     tokens, rows, is_decode = shape
     array = jax.ShapeDtypeStruct
@@ -122,6 +122,7 @@ def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool) -> Batch:
             banned_ids=array((rows, MAX_BANNED_IDS), np.int32),
         ),
         rope_lens=array((tokens,), np.int32) if with_rope_lens else None,
+        targets=array((tokens,), np.int32) if with_targets and not is_decode else None,
     )
 
 
@@ -143,6 +144,7 @@ class CompiledSteps:
         kernels: Kernels = BEST,
         num_candidates: int = 0,
         swap_sizes: Sequence[int] = (),
+        with_targets: bool = False,
         device: jax.Device | None = None,
         allow_late: bool,
     ):
@@ -156,9 +158,9 @@ class CompiledSteps:
         self._kernels = kernels
         self._num_candidates = num_candidates
         self._device = device  # for which kernels are chosen; None: the default one
-        self._with_rope_lens = needs_rope_lens(config)
+        self._batch_fields = needs_rope_lens(config), with_targets
         with jax.default_device(self._device or jax.config.jax_default_device):
-            largest = batch_like(buckets.largest_shapes()[-1], buckets, self._with_rope_lens)
+            largest = batch_like(buckets.largest_shapes()[-1], buckets, *self._batch_fields)
             check_kernels(config, largest, self._kv_pages[0][0], jax.tree.leaves(self._weights)[0].dtype, kernels)
         self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
@@ -290,7 +292,7 @@ class CompiledSteps:
     def _inputs_like(self, shape: Shape) -> tuple[Any, ...]:
         """Shapes of a program's arguments beside weights and pool."""
         if len(shape) == 3:
-            return (batch_like(shape, self._buckets, self._with_rope_lens),)
+            return (batch_like(shape, self._buckets, *self._batch_fields),)
         name, num_pages = shape
         if name == "copy":
             return (jax.ShapeDtypeStruct((num_pages, 2), np.int32),)

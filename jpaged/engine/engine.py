@@ -25,6 +25,7 @@ from jpaged.engine.group import Group, Sample
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
+from jpaged.engine.session import Session
 from jpaged.engine.swap_store import SwapStore, make_swap_space, swap_sizes
 from jpaged.host.batch import Batch, Buckets, pack
 from jpaged.host.beam_search import BeamSearch
@@ -99,6 +100,7 @@ class Engine:
                 kv_dtype=kv_dtype,
                 kernels=kernels,
                 num_candidates=num_candidates,
+                with_targets=config.prompt_logprobs,
                 device=device,
                 allow_late=True,
             )
@@ -140,6 +142,7 @@ class Engine:
             kernels=kernels,
             num_candidates=num_candidates,
             swap_sizes=swap_sizes(bytes_per_page) if swap_space is not None else (),
+            with_targets=config.prompt_logprobs,
             device=device,
             allow_late=config.late_compile == "allow",
         )
@@ -153,6 +156,8 @@ class Engine:
             num_candidates=num_candidates,
             num_pages=num_pages - 1,
             page_size=config.page_size,
+            prefix_caching=config.prefix_caching,
+            prompt_logprobs=config.prompt_logprobs,
         )
         self._with_rope_lens = needs_rope_lens(model)
         self._swap_store: SwapStore | None = None
@@ -183,6 +188,7 @@ class Engine:
         self.stats = EngineStats()
         self._groups: dict[str, Group] = {}
         self._samples: dict[str, Sample] = {}
+        self._ready: list[RequestOutput] = []  # for the next `step` to return
         self._names = itertools.count()
         self._in_flight: _Flight | None = None  # started before the step before it was read
 
@@ -226,7 +232,7 @@ class Engine:
             raise ValueError(f"request_id must be text or None, got {request_id!r}")
         if request_id is None:
             request_id = self._new_name()
-        if request_id in self._groups:
+        if self._knows(request_id):
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
         if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
             raise ValueError(f"priority must be a whole number (the lower, the sooner), got {priority!r}")
@@ -307,24 +313,49 @@ class Engine:
             self.abort(request_id)
             raise
 
+    def _knows(self, request_id: str) -> bool:
+        """Whether this request is unfinished, or nobody was told yet that it has ended."""
+        return request_id in self._groups or any(output.request_id == request_id for output in self._ready)
+
     def _new_name(self) -> str:
-        return next(name for i in self._names if (name := f"request-{i}") not in self._groups)
+        return next(name for i in self._names if not self._knows(name := f"request-{i}"))
+
+    def session(self, prompt: Prompt, *, cache_salt: str | None = None) -> Session:
+        """A `Session` that begins with a prompt, to be branched and scored by hand; nothing is computed yet.
+
+        cache_salt: as in `SamplingParams`. Raises ValueError for a prompt that cannot be served, or without
+        `prefix_caching`.
+        """
+        return Session.begin(self, prompt, cache_salt)
 
     def step(self) -> list[RequestOutput]:
-        """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list."""
+        """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list.
+
+        In front stands what requests gained since the last call in the steps that a `Session` took.
+        """
+        self._advance()
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _advance(self, request_id: str | None = None) -> RequestOutput | None:
+        """Compute the next tokens; returns what this request gained, if it did. Other outputs are kept for `step`."""
         warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
         began = time.perf_counter()
         try:
             flight = self._in_flight or self._launch(self._scheduler.schedule())
             if flight is None:
-                return []
+                return None
             self._in_flight = None
             if self.config.async_scheduling and flight.batch.query_starts is None:
                 self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.sampled.token_ids)
             sampled = jax.device_get(flight.sampled)
             candidates = sampled.candidate_ids, sampled.candidate_logprobs
-            gained = self._scheduler.update(flight.plan, sampled.token_ids, sampled.logprobs, candidates)
-            outputs = self._outputs(gained)
+            gained = self._scheduler.update(
+                flight.plan, sampled.token_ids, sampled.logprobs, candidates, sampled.prompt_logprobs
+            )
+            outputs = {output.request_id: output for output in self._outputs(gained)}
+            output = outputs.pop(request_id, None) if request_id else None
+            self._ready += outputs.values()
         except BaseException:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
             raise
@@ -332,11 +363,11 @@ class Engine:
             self._in_flight = None  # all ended at a token that nobody foresaw
         if flight.batch.query_starts is not None and self._pool.swap_space is not None:
             self._pool.swap_space.costs.record_prompt(time.perf_counter() - began, flight.plan.num_tokens)
-        self._record(flight, len(gained))
+        self._record(flight, sum(request.score_from is None for request in gained))
         if warm:
             # Others compile too, between the steps.
             self.stats.num_compiles += self._compile_counter.compiles - compiles
-        return outputs
+        return output
 
     def _start_over(self) -> None:
         """After an error or an interruption, which may have taken the donated pool with it: an empty pool, for which
@@ -356,6 +387,7 @@ class Engine:
             self._buckets,
             self.model_config.vocab_size,
             with_rope_lens=self._with_rope_lens,
+            with_targets=self.config.prompt_logprobs,
             ahead=token_ids is not None,
         )
         if token_ids is not None:
@@ -371,10 +403,13 @@ class Engine:
         return _Flight(plan._replace(rows=rows), batch, sampled)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, all its samples; False if there is no such unfinished request."""
+        """End a request now, all its samples; False if there is no such unfinished request. What it gained and `step`
+        has not returned yet is dropped."""
+        known = self._knows(request_id)
+        self._ready = [output for output in self._ready if output.request_id != request_id]
         group = self._groups.get(request_id)
         if group is None:
-            return False
+            return known
         try:
             for sample in group.samples:
                 self._samples.pop(sample.request.request_id, None)
@@ -396,7 +431,8 @@ class Engine:
         self._steps.wait_until_warm()
 
     def has_unfinished_requests(self) -> bool:
-        return self._scheduler.has_unfinished
+        """Whether `step` has anything to compute or to tell."""
+        return self._scheduler.has_unfinished or bool(self._ready)
 
     @property
     def num_free_pages(self) -> int:
@@ -415,7 +451,7 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """The text of a request's output so far."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or request.score_from is not None:
             return None
         sampling = request.sampling
         detokenizer = Detokenizer(

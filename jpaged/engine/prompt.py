@@ -49,6 +49,22 @@ def to_token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> t
     return None, token_ids
 
 
+def continuation_ids(continuation: Any, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """The token ids of what goes on from other tokens: text or token ids.
+
+    Raises ValueError as `to_token_ids`, and for chat messages.
+    """
+    if isinstance(continuation, str):
+        if not continuation:
+            raise ValueError("the continuation is empty: give at least one character or token id")
+        return _encoded(_need(tokenizer).encode_continuation(continuation), vocab_size)
+    if isinstance(continuation, Sequence) and not len(continuation):
+        raise ValueError("the continuation is empty: give at least one character or token id")
+    if isinstance(continuation, Sequence) and isinstance(continuation[0], Mapping):
+        raise ValueError("a continuation must be text or token ids, got messages: a session can only begin with them")
+    return to_token_ids(continuation, tokenizer, vocab_size)[1]
+
+
 def _need(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ValueError("these params have no tokenizer, so a prompt must be a list of token ids")

@@ -49,6 +49,9 @@ class Batch(NamedTuple):
     # int32 [T]: tokens of the sequence when this one was first computed. Only rotary embeddings whose base follows the
     # length (dynamic scaling) ask for it; None otherwise.
     rope_lens: np.ndarray | None = None
+    # int32 [T]: for each token, the one that follows it in its row and whose log-probability is wanted, or -1. None in
+    # decode batches, and where the engine was built without `prompt_logprobs`.
+    targets: np.ndarray | None = None
 
 
 class Buckets(NamedTuple):
@@ -120,7 +123,13 @@ class Buckets(NamedTuple):
 
 
 def pack(
-    rows: Sequence[Row], buckets: Buckets, vocab_size: int, *, with_rope_lens: bool = False, ahead: bool = False
+    rows: Sequence[Row],
+    buckets: Buckets,
+    vocab_size: int,
+    *,
+    with_rope_lens: bool = False,
+    with_targets: bool = False,
+    ahead: bool = False,
 ) -> tuple[Batch, list[Row]]:
     """The step's arrays, and the rows in their order: those with one token come first.
 
@@ -184,6 +193,7 @@ def pack(
             None if decodes else query_starts,
             _pack_sampling(requests, batch_rows, vocab_size, ahead),
             rope_lens,
+            _targets(rows, query_starts, batch_tokens) if with_targets and not decodes else None,
         ),
         rows,
     )
@@ -205,6 +215,16 @@ def _token_ids(rows: list[Row]) -> list[int]:
     for request, start, length in rows:
         token_ids += request.tokens(start, start + length)
     return token_ids
+
+
+def _targets(rows: list[Row], query_starts: np.ndarray, batch_tokens: int) -> np.ndarray:
+    targets = np.full(batch_tokens, -1, np.int32)
+    for (request, start, length), first in zip(rows, query_starts.tolist(), strict=False):
+        scored = request.scored(start, start + length)
+        if scored:
+            at = first + scored.start - start
+            targets[at : at + len(scored)] = request.prompt_token_ids[scored.start + 1 : scored.stop + 1]
+    return targets
 
 
 def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int, ahead: bool) -> SamplingBatch:

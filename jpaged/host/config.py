@@ -39,6 +39,7 @@ class EngineConfig:
         is there is brought back where that takes less time than to compute it again, as measured).
     prefix_caching: keep the KV of full pages, until their place is needed, for later prompts that begin with the same
         tokens.
+    prompt_logprobs: whether steps can give the log-probabilities of prompts, which `Session.score` needs.
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
     warm_up: compile and try every shape when the engine is built (True); compile them in threads while it serves, those
         that a request waits for first ("background"); or compile each when it is first met (False).
@@ -66,6 +67,7 @@ class EngineConfig:
     swap_dir: str | None = None
     preemption: Literal["swap", "recompute"] | None = None
     prefix_caching: bool = True
+    prompt_logprobs: bool = False
     async_scheduling: bool = True
     warm_up: bool | Literal["background"] = "background"
     late_compile: Literal["allow", "error"] = "allow"
@@ -117,7 +119,7 @@ class EngineConfig:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.warm_up != "background" and not isinstance(self.warm_up, bool):
             raise ValueError(f"warm_up must be True, False or 'background', got {self.warm_up!r}")
-        for name in ("prefix_caching", "async_scheduling", "interpret_kernels", "check_integrity"):
+        for name in ("prefix_caching", "prompt_logprobs", "async_scheduling", "interpret_kernels", "check_integrity"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_swap()

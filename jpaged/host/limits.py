@@ -20,6 +20,8 @@ class Limits(NamedTuple):
     num_candidates: int  # of each row's next token, for beams
     num_pages: int  # that requests can hold
     page_size: int
+    prefix_caching: bool
+    prompt_logprobs: bool
 
     def max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """How many tokens may follow a prompt."""
@@ -40,6 +42,29 @@ class Limits(NamedTuple):
             raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
         if sampling.num_beams > 1:
             self._check_beams(token_ids, sampling)
+
+    def check_session(self, num_tokens: int) -> None:
+        """Raise ValueError unless a session can have so many tokens."""
+        if not self.prefix_caching:
+            raise ValueError(
+                "a session keeps its KV in the prefix cache, and this engine has prefix_caching=False: build it with "
+                "prefix_caching=True"
+            )
+        if num_tokens > self.max_model_len:
+            raise ValueError(
+                f"the session would have {num_tokens} tokens, but max_model_len is {self.max_model_len}: give it fewer "
+                "or raise max_model_len"
+            )
+
+    def check_score(self, num_tokens: int) -> None:
+        """Raise ValueError unless tokens of a sequence of `num_tokens` can be scored."""
+        if not self.prompt_logprobs:
+            raise ValueError("score needs an engine with prompt_logprobs=True, and this one has prompt_logprobs=False")
+        if num_tokens > self.max_model_len:
+            raise ValueError(
+                f"session and continuation have {num_tokens} tokens together, but max_model_len is "
+                f"{self.max_model_len}: shorten the continuation or raise max_model_len"
+            )
 
     def _check_beams(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         width = sampling.num_beams

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from .page_pool import NULL_PAGE, PagePool
@@ -192,11 +193,11 @@ class PageTables:
         if not self._prefix_caching or request.is_stale:
             return Found((), (), 0)
         num_held = len(request.page_ids)
-        page_ids = self.pool.match(request.keys(num_held, self.pool.page_size))
+        page_ids = self.pool.match(self._keys(request, num_held))
         num_held += len(page_ids)
         keys: Sequence[bytes] = ()
         if self.pool.swap_space is not None:
-            keys = self.pool.swap_space.find(request.keys(num_held, self.pool.page_size))
+            keys = self.pool.swap_space.find(self._keys(request, num_held))
         return Found(page_ids, keys, (num_held + len(keys)) * self.pool.page_size)
 
     @property
@@ -218,3 +219,11 @@ class PageTables:
         if self._sliding_window is None:
             return 0
         return max(position - self._sliding_window + 1, 0) // self.pool.page_size
+
+    def _keys(self, request: Request, start: int) -> Iterator[bytes]:
+        """The keys of its pages, from number `start` on, that are of use to it."""
+        keys = request.keys(start, self.pool.page_size)
+        if request.score_from is None:
+            return keys
+        # The token before the first that is scored must be computed, with all after it: pages know no logits.
+        return islice(keys, max((request.score_from - 1) // self.pool.page_size - start, 0))

@@ -56,6 +56,8 @@ class Request:
     parent: Request | None = None  # until the fork is started
     is_beam: bool = False  # its next token is chosen by a `BeamSearch`
     num_inherited_tokens: int = 0  # those at the front that it has in common with its parent
+    # The first position of the prompt whose token is scored. Such a request generates nothing: it ends with the scores.
+    score_from: int | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Request:
     num_swapped_pages: int = 0  # brought back from swap space
     num_page_copies: int = 0  # as it went on in a page that others hold
     num_forks: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)  # of the tokens from `score_from` on, as far as computed
     score: float | None = None  # of a sequence that a beam search has found
     candidates: tuple[np.ndarray, np.ndarray] | None = None  # of a beam: ids and log-probabilities of its next token
     finish_reason: str | None = None  # "stop", "length" or "abort"
@@ -96,6 +99,7 @@ class Request:
         if self.family is None:
             self.family = self.request_id
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        assert self.score_from is None or 0 < self.score_from < self.num_prompt_tokens, "nothing to score"
         if self.parent is not None and not self.num_inherited_tokens:
             self.num_inherited_tokens = self.num_tokens  # a fork begins as its parent is
         eos_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
@@ -168,6 +172,22 @@ class Request:
         self.block_table[index] = page_id
         before, self.page_ids[index] = self.page_ids[index], page_id
         return before
+
+    def scored(self, start: int, stop: int) -> range:
+        """Of its positions start .. stop - 1 those whose logits score the token that follows."""
+        if self.score_from is None:
+            return range(0)
+        return range(max(start, self.score_from - 1), min(stop, self.num_prompt_tokens - 1))
+
+    def take_scores(self, start: int, logprobs: Sequence[float]) -> bool:
+        """Takes in what its tokens from `start` on say about those that follow; whether all are scored now. After a
+        preemption they come again, and replace the earlier ones."""
+        assert self.score_from is not None
+        scored = self.scored(start, start + len(logprobs))
+        known = scored.start - (self.score_from - 1)
+        assert known <= len(self.prompt_logprobs), f"{self.request_id} was never told the scores before token {start}"
+        self.prompt_logprobs[known:] = logprobs[scored.start - start : scored.stop - start]
+        return len(self.prompt_logprobs) == self.num_prompt_tokens - self.score_from
 
     def append(self, token_id: int, logprob: float, now: float) -> None:
         self.output_token_ids.append(token_id)

@@ -126,7 +126,7 @@ class Scheduler:
         has as many places as it may have beams, from that of the first on."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
-        if request.num_tokens >= self.max_model_len:
+        if request.num_tokens + (request.score_from is None) > self.max_model_len:
             raise ValueError(
                 f"the prompt has {request.num_tokens} tokens and leaves no room to generate within max_model_len "
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
@@ -255,9 +255,10 @@ class Scheduler:
         sampled_tokens: Sequence[int],
         logprobs: Sequence[float],
         candidates: tuple[np.ndarray, np.ndarray] | None = None,
+        prompt_logprobs: np.ndarray | None = None,
     ) -> list[Request]:
-        """Takes in a step's results, one for each row of `plan` in its order; returns who gained a token, or if it is a
-        beam, candidates for one.
+        """Takes in a step's results, one for each row of `plan` in its order, but `prompt_logprobs` for each token;
+        returns who gained a token, or if it is a beam, candidates for one, or the last of its scores.
 
         Rows of requests that were aborted since, or lost their pages, are skipped: `sampled_tokens` may be longer than
         the plan (padding), and holds nothing of use for rows that did not reach their request's last token.
@@ -278,6 +279,13 @@ class Scheduler:
                 self._tables.drop_unseen(request)
             if request.forks:
                 self._release_forks(request)
+            if request.score_from is not None:
+                assert prompt_logprobs is not None, "scores need steps that return the log-probabilities of prompts"
+                first = sum(length for _, _, length in plan.rows[:index])
+                if request.take_scores(start, prompt_logprobs[first : first + num_tokens].tolist()):
+                    gained.append(request)
+                    self.finish(request, "stop")
+                continue
             outputs = request.output_token_ids
             if end < request.num_prompt_tokens + len(outputs):
                 continue  # what was drawn is not behind its last token

@@ -153,6 +153,25 @@ class Tokenizer:
                 "join the pair or drop it"
             ) from None
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of a text that goes on from another one: without special tokens around it, and without the space that
+        most SentencePiece models put in front of a text.
+
+        Raises ValueError for anything that cannot be written as UTF-8.
+        """
+        if not self._puts_space_in_front:
+            return self.encode(text, add_special_tokens=False)
+        for before in ("\n", "|", "0"):
+            ids, shown = (self.encode(part, add_special_tokens=False) for part in (before + text, before))
+            if ids[: len(shown)] == shown:  # no token spans the border
+                return ids[len(shown) :]
+        raise ValueError(f"the tokenizer has no ids for {text!r} that could follow any text: give token ids")
+
+    @functools.cached_property
+    def _puts_space_in_front(self) -> bool:
+        ids = self.encode("a", add_special_tokens=False)
+        return b"".join(self.piece(i) or b"" for i in ids).startswith(b" ")
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids. Bytes that are no UTF-8 show as U+FFFD; ids without a token show as nothing.
 

@@ -81,13 +81,16 @@ def assert_idle(engine: Engine) -> None:
 
 @contextmanager
 def small_pool(engine: Engine, num_pages: int) -> Iterator[None]:
-    """Leaves the engine `num_pages` pages. A pool that is built smaller would have other shapes to compile."""
-    pool = engine._pool
+    """Leaves the engine `num_pages` pages, and reserves none of them for those that run, so that they are preempted. A
+    pool that is built smaller would have other shapes to compile."""
+    pool, reserved_tokens = engine._pool, engine._scheduler._reserved_tokens
+    engine._scheduler._reserved_tokens = 0
     held = pool.acquire(pool.num_free - num_pages)
     pool.check = lambda tables: PagePool.check(pool, [*tables, held])
     try:
         yield
     finally:
+        engine._scheduler._reserved_tokens = reserved_tokens
         del pool.check
         pool.release(held)
 

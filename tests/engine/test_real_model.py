@@ -93,6 +93,25 @@ def test_a_mixed_batch_in_a_small_pool_gives_the_stored_tokens(params, stored, p
     support.assert_idle(engine)
 
 
+def test_the_stored_tokens_have_the_stored_scores(params, stored, prompts):
+    engine = Engine(
+        params,
+        max_num_seqs=1,
+        max_num_batched_tokens=128,
+        max_model_len=384,
+        num_pages=25,
+        warm_up=False,
+        prompt_logprobs=True,
+    )
+    for name, prompt, greedy, logprobs in zip(
+        stored["names"], prompts, stored["greedy"], stored["logprobs"], strict=True
+    ):
+        scores = engine.session(prompt).score(greedy)
+        np.testing.assert_allclose(scores, logprobs, atol=1e-3, rtol=0, err_msg=str(name))
+    assert engine.stats.num_output_tokens == 0
+    support.assert_idle(engine)
+
+
 def test_whole_distributions_agree_with_the_stored_ones(params, stored, prompts):
     chosen = [prompts[i] for i in stored["distribution_of"]]
     page_size, most, num_tokens = 16, 384, sum(map(len, chosen))

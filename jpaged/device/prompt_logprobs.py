@@ -1,0 +1,42 @@
+"""The log-probabilities of given next tokens, chunk by chunk, so that no scores of all tokens exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jpaged.device.sharding import replicated
+from jpaged.models.decoder import logits
+
+CHUNK = 64  # tokens: with a vocabulary of 128 k, their scores take 32 MiB
+
+
+def prompt_logprobs(
+    weights: dict[str, Any], hidden: Float[Array, "num_tokens d_model"], targets: Int32[Array, " num_tokens"]
+) -> Float[Array, " num_tokens"]:
+    """The log-probability of each target after the token with this hidden state, under the model's own logits (no
+    temperature, no filters); 0 where the target is -1. Chunks without a target cost next to nothing.
+    """
+    num_tokens = len(targets)
+    padding = -num_tokens % CHUNK if num_tokens > CHUNK else 0
+    hidden = jnp.pad(hidden, [(0, padding), (0, 0)])
+    targets = jnp.pad(targets, (0, padding), constant_values=-1)
+
+    def of_chunk(chunk):
+        hidden, targets = chunk
+
+        def compute():
+            scores = replicated(logits(weights, hidden))
+            chosen = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
+            return jnp.where(targets >= 0, chosen - jax.nn.logsumexp(scores, axis=-1), 0)
+
+        return lax.cond(jnp.any(targets >= 0), compute, lambda: jnp.zeros(targets.shape, jnp.float32))
+
+    size = min(CHUNK, num_tokens)
+    chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
+    with jax.named_scope("prompt_logprobs"):
+        return lax.map(of_chunk, chunks).reshape(-1)[:num_tokens]
