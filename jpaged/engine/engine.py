@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
-import secrets
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
-from jpaged.device.kv_pages import KVPages, kv_shape, make_kv_pages, page_bytes
+from jpaged.device.kv_pages import KVPages, make_kv_pages
 from jpaged.device.params import Params, check_params
 from jpaged.device.sampler import Sampled
-from jpaged.device.step import Kernels
-from jpaged.engine.compile import CompiledSteps, compile_counter, needs_rope_lens, own_settings, use_compilation_cache
+from jpaged.engine.blueprint import Blueprint
+from jpaged.engine.compile import compile_counter, own_settings, use_compilation_cache
 from jpaged.engine.group import Group, Sample
-from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
+from jpaged.engine.samples import fork_of, samples_of
 from jpaged.engine.session import Session
-from jpaged.engine.swap_store import SwapStore, make_swap_space, swap_sizes
-from jpaged.host.batch import Batch, Buckets, pack
+from jpaged.engine.swap_store import SwapStore, make_swap_space
+from jpaged.host.batch import Batch, pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
 from jpaged.host.detokenizer import Detokenizer
-from jpaged.host.limits import Limits
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
-from jpaged.host.sampling_params import MAX_N, SamplingParams
+from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import BatchPlan, Scheduler
-
-log = logging.getLogger("jpaged")
-
-SPARE_CANDIDATES = 8  # of a beam's next tokens, beside as many as there are beams: for ids that end a text
 
 
 class _Flight(NamedTuple):
@@ -67,115 +59,33 @@ class Engine:
             config = EngineConfig.from_options((asdict(config) if config else {}) | options)
         self.config = config = config or EngineConfig()
         check_params(params)
-        self.model_config = model = params.config
+        self.model_config = params.config
         self.tokenizer = params.tokenizer
-        # A tokenizer may know of end-of-turn tokens that the config does not name.
-        eos_token_ids = frozenset(model.eos_token_ids) | getattr(self.tokenizer, "eos_token_ids", frozenset())
         use_compilation_cache(config.compilation_cache_dir)
         self._compile_counter = compile_counter()
         compiles, began = self._compile_counter.compiles, time.perf_counter()
-
-        leaves = jax.tree.leaves(params.weights)
-        device = next(iter(leaves[0].devices()))
-        kv_dtype = config.dtype or leaves[0].dtype
-        kernels = Kernels(config.kernels, config.interpret_kernels)
-        # Among so many are as many that end no text as there are beams.
-        spare = max(len(eos_token_ids), SPARE_CANDIDATES)
-        num_candidates = config.max_num_beams + spare if config.max_num_beams > 1 else 0
-        max_num_seqs = config.max_num_seqs or (64 if device.platform == "cpu" else 256)
-        max_num_batched_tokens = config.max_num_batched_tokens or 2048
-        longest = config.max_model_len or model.max_position
-        if longest > model.max_position:
-            raise ValueError(
-                f"max_model_len ({longest}) is beyond the {model.max_position} positions that the model was made for"
-            )
-
-        def step_bytes() -> int:
-            buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
-            steps = CompiledSteps(
-                model,
-                params.weights,
-                buckets,
-                num_pages=2,
-                kv_dtype=kv_dtype,
-                kernels=kernels,
-                num_candidates=num_candidates,
-                with_targets=config.prompt_logprobs,
-                device=device,
-                allow_late=True,
-            )
-            return max(steps.temporary_bytes(shape) for shape in buckets.largest_shapes())
-
-        bytes_per_page = page_bytes(model, config.page_size, kv_dtype)
-        num_pages = choose_num_pages(
-            config,
-            device=device,
-            page_bytes=bytes_per_page,
-            useful_pages=1 + max_num_seqs * -(-longest // config.page_size),
-            step_bytes=step_bytes,
-        )
-        held = (num_pages - 1) * config.page_size
-        if config.max_model_len is None and held < longest:
-            log.warning("max_model_len is %d, all that the KV cache holds, and not the model's %d", held, longest)
-            longest = held
-        self.max_model_len = longest
-        swap_space = make_swap_space(config, bytes_per_page)
-        self._pool = PagePool(num_pages, config.page_size, swap_space)
-        self._buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, longest, config.page_size)
+        plan = Blueprint.of(params, config)
+        self.max_model_len = plan.max_model_len
+        self._limits = plan.limits
+        self._buckets = plan.buckets
+        swap_space = make_swap_space(config, plan.page_bytes)
+        self._pool = PagePool(plan.num_pages, config.page_size, swap_space)
         self._scheduler = Scheduler(
             self._pool,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=longest,
-            step_size=self._buckets.step_size,
+            max_num_seqs=plan.limits.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            step_size=plan.buckets.step_size,
             prefix_caching=config.prefix_caching,
-            sliding_window=model.sliding_window,
+            sliding_window=params.config.sliding_window,
         )
         self._leaves_seen: list[weakref.ref] = []
         self.weights = params.weights
-        self._steps = CompiledSteps(
-            model,
-            params.weights,
-            self._buckets,
-            num_pages=num_pages,
-            kv_dtype=kv_dtype,
-            kernels=kernels,
-            num_candidates=num_candidates,
-            swap_sizes=swap_sizes(bytes_per_page) if swap_space is not None else (),
-            with_targets=config.prompt_logprobs,
-            device=device,
-            allow_late=config.late_compile == "allow",
-        )
-        self._limits = Limits(
-            vocab_size=model.vocab_size,
-            eos_token_ids=eos_token_ids,
-            has_tokenizer=self.tokenizer is not None,
-            max_model_len=longest,
-            max_num_seqs=max_num_seqs,
-            max_num_beams=config.max_num_beams,
-            num_candidates=num_candidates,
-            num_pages=num_pages - 1,
-            page_size=config.page_size,
-            prefix_caching=config.prefix_caching,
-            prompt_logprobs=config.prompt_logprobs,
-        )
-        self._with_rope_lens = needs_rope_lens(model)
-        self._swap_store: SwapStore | None = None
-        if swap_space is not None:
-            page_shape = (model.num_layers, 2, *kv_shape(model, 1, config.page_size)[1:])
-            self._swap_store = SwapStore(swap_space, page_shape, np.dtype(kv_dtype), config.swap_dir)
-        self._make_kv_pages = partial(make_kv_pages, model, num_pages, config.page_size, kv_dtype)
+        self._steps = plan.compiled_steps(params, with_swap=swap_space is not None)
+        self._swap_store = None if swap_space is None else SwapStore(swap_space, *plan.page_like(), config.swap_dir)
+        self._make_kv_pages = partial(make_kv_pages, params.config, plan.num_pages, config.page_size, plan.kv_dtype)
         with own_settings():
             self._kv_pages: KVPages = self._make_kv_pages()
-        log.info(
-            "KV cache: %d tokens in %d pages of %d (%.0f MiB), %.1f sequences of %d",
-            held,
-            num_pages - 1,
-            config.page_size,
-            num_pages * bytes_per_page / 2**20,
-            held / longest,
-            longest,
-        )
         if config.warm_up:
             # In the background, one processor stays free for what is served meanwhile.
             self._steps.warm_up(max((os.cpu_count() or 1) - (config.warm_up == "background"), 1))
@@ -236,26 +146,8 @@ class Engine:
             raise ValueError(f"request_id {request_id!r} is in use: give each unfinished request its own")
         if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
             raise ValueError(f"priority must be a whole number (the lower, the sooner), got {priority!r}")
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        max_tokens = self._limits.max_tokens(token_ids, sampling)
-        requests: list[Request] = []
-        for index in range(1 if sampling.num_beams > 1 else sampling.best_of or sampling.n):
-            requests.append(
-                Request(
-                    request_id=f"{request_id}/{index}",  # with an index each, no two samples have one name
-                    prompt_token_ids=token_ids,
-                    sampling=sampling,
-                    seed=_seed_of_sample(seed, index),
-                    eos_token_ids=self._limits.eos_token_ids,
-                    max_tokens=max_tokens,
-                    is_beam=sampling.num_beams > 1,
-                    cache_salt=self._cache_salt(token_ids, sampling),
-                    parent=requests[0] if index else None,  # the prompt is computed once
-                    priority=int(priority),
-                    family=request_id,
-                )
-            )
-        self._add(request_id, text, requests)
+        salt = self._limits.cache_salt(token_ids, sampling)
+        self._add(request_id, text, samples_of(request_id, token_ids, sampling, self._limits, int(priority), salt))
         return request_id
 
     def fork(self, request_id: str, n: int = 1, *, index: int = 0) -> list[str]:
@@ -268,31 +160,11 @@ class Engine:
         group = self._groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             raise ValueError(f"request_id {request_id!r} cannot be forked: there is no such unfinished request")
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_N:
-            raise ValueError(f"n must be a whole number from 1 to {MAX_N}, got {n!r}")
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < len(group.samples):
-            raise ValueError(f"index must be that of one of the {len(group.samples)} samples, got {index!r}")
-        parent = group.samples[index].request
-        if parent.is_beam:
-            raise ValueError(f"request {request_id!r} is a beam search, which branches by itself, and cannot be forked")
-        if parent.finish_reason is not None:
-            raise ValueError(f"sample {index} of request {request_id!r} has ended and cannot be forked")
+        parent = group.to_fork(n, index)
         names = []
         for _ in range(n):
-            parent.num_forks += 1
-            name = self._new_name()
-            fork = parent.like(
-                f"{name}/0",
-                family=name,
-                sampling=replace(parent.sampling, n=1, best_of=None),
-                seed=_seed_of_sample(parent.seed, MAX_N * parent.num_forks),  # no sample has this one
-                parent=parent,
-                output_token_ids=list(parent.output_token_ids),
-                output_logprobs=list(parent.output_logprobs),
-                token_times=list(parent.token_times),
-            )
-            self._add(name, group.prompt, [fork])
-            names.append(name)
+            names.append(self._new_name())
+            self._add(names[-1], group.prompt, [fork_of(parent, names[-1])])
         return names
 
     def _add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
@@ -386,7 +258,7 @@ class Engine:
             plan.rows,
             self._buckets,
             self.model_config.vocab_size,
-            with_rope_lens=self._with_rope_lens,
+            with_rope_lens=self._limits.with_rope_lens,
             with_targets=self.config.prompt_logprobs,
             ahead=token_ids is not None,
         )
@@ -442,12 +314,6 @@ class Engine:
     def num_pages(self) -> int:
         """Pages that requests can hold."""
         return self._pool.num_pages - 1
-
-    def _cache_salt(self, token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
-        """What must be equal, beside the tokens, for requests to share pages."""
-        # Rotations by the length of the prompt are those of prompts of this length alone.
-        length = len(token_ids) if self._with_rope_lens else 0
-        return f"{length} {sampling.cache_salt or ''}".encode()
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """The text of a request's output so far."""
@@ -527,15 +393,3 @@ class Engine:
         self.stats.num_shared_pages = self._pool.num_shared
         if self.config.check_integrity:
             self._scheduler.check()
-
-
-def _seed_of_sample(seed: int, index: int) -> int:
-    """The seed of one of `n` samples: the given one for the first, an unrelated one for each other (SplitMix64, Steele
-    et al. 2014)."""
-    if index == 0:
-        return seed
-    mask = 2**64 - 1
-    z = (seed + index * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)

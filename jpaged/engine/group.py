@@ -13,6 +13,7 @@ from jpaged.engine.outputs import CompletionOutput, RequestOutput
 from jpaged.host.beam_search import BeamSearch, Found
 from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.request import Request, RequestStatus
+from jpaged.host.sampling_params import MAX_N
 from jpaged.host.scheduler import Scheduler
 
 
@@ -47,6 +48,21 @@ class Group:
     def shows_progress(self) -> bool:
         """Whether its outputs are of use before all have ended: which samples are returned is known from the start."""
         return self.beams is None and len(self.samples) == self.num_returned
+
+    def to_fork(self, n: int, index: int) -> Request:
+        """The sample of this index, if it can be forked into `n`; or raises ValueError."""
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_N:
+            raise ValueError(f"n must be a whole number from 1 to {MAX_N}, got {n!r}")
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < len(self.samples):
+            raise ValueError(f"index must be that of one of the {len(self.samples)} samples, got {index!r}")
+        parent = self.samples[index].request
+        if parent.is_beam:
+            raise ValueError(
+                f"request {self.request_id!r} is a beam search, which branches by itself, and cannot be forked"
+            )
+        if parent.finish_reason is not None:
+            raise ValueError(f"sample {index} of request {self.request_id!r} has ended and cannot be forked")
+        return parent
 
     def output(self) -> RequestOutput:
         outputs = [CompletionOutput(s.index, s.request, s.detokenizer) for s in self.samples]

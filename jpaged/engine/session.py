@@ -119,7 +119,7 @@ class Session:
             seed=0,  # nothing is drawn
             eos_token_ids=frozenset(),
             max_tokens=1,
-            cache_salt=engine._cache_salt(token_ids, sampling),
+            cache_salt=engine._limits.cache_salt(token_ids, sampling),
             score_from=len(self),
         )
         self._run(name, lambda: engine._add(name, None, [request]))

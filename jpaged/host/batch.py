@@ -9,9 +9,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from .batch_plan import Row
 from .request import Request
 from .sampling_params import MAX_BANNED_IDS
-from .scheduler import Row
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))

@@ -22,11 +22,18 @@ class Limits(NamedTuple):
     page_size: int
     prefix_caching: bool
     prompt_logprobs: bool
+    with_rope_lens: bool  # rotations depend on the length of the prompt
 
     def max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """How many tokens may follow a prompt."""
         fit = self.max_model_len - len(token_ids)
         return min(sampling.max_tokens or fit, fit)
+
+    def cache_salt(self, token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
+        """What must be equal, beside the tokens, for requests to share pages."""
+        # Rotations by the length of the prompt are those of prompts of this length alone.
+        length = len(token_ids) if self.with_rope_lens else 0
+        return f"{length} {sampling.cache_salt or ''}".encode()
 
     def check(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ValueError for a prompt or sampling that cannot be served."""

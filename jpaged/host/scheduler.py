@@ -5,33 +5,19 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from operator import attrgetter
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
+from .accounts import BY_ORDER, check_accounts, num_held_tokens
+from .batch_plan import BatchPlan, Row
 from .beam_search import Branch
 from .page_pool import PagePool
 from .page_tables import Found, PageTables
 from .request import Request, RequestStatus
-from .swap_space import NO_MOVES, Moves
+from .swap_space import NO_MOVES
 
-# One request's share of a step: (request, start, num_tokens) for its tokens at start .. start + num_tokens - 1. A plain
-# tuple: a decode step makes one for each request, and a named one takes six times as long to make.
-Row = tuple[Request, int, int]
-
-BY_ORDER = attrgetter("order")
 PRIORITY_PLACES = 1000  # that a request moves back in the order of arrival for each number of its priority
-
-
-class BatchPlan(NamedTuple):
-    rows: list[Row]
-    num_tokens: int
-    # (source, target): pages to be copied before the rows are computed, all at once. No target is a source too.
-    page_copies: list[tuple[int, int]]
-    # Between the pool and the swap space: what goes out before the copies are made, and what comes in after that.
-    moves: Moves = NO_MOVES
 
 
 class Scheduler:
@@ -109,17 +95,7 @@ class Scheduler:
     @property
     def num_held_tokens(self) -> int:
         """Tokens whose KV is held, those that requests share counted once."""
-        size, seen = self.pool.page_size, set()
-        empty = 0
-        for request in self.running:
-            full = request.num_computed_tokens // size
-            for index in range(full, len(request.page_ids)):
-                page_id = request.page_ids[index]
-                # Of those that share a page, one may have gone on in it: then the others are about to leave it.
-                if page_id not in seen:
-                    empty += size - (request.num_computed_tokens - full * size if index == full else 0)
-                    seen.add(page_id)
-        return self.pool.num_used * size - empty
+        return num_held_tokens(self.pool, self.running)
 
     def add(self, request: Request, *, order: int | None = None) -> None:
         """Queues a request as the last one, or at a place in the order of arrival that was kept for it: a beam search
@@ -363,25 +339,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
-        self.pool.check(request.page_ids[request.num_dropped_pages :] for request in self.running)
-        for request in self.running:
-            num_pages, num_computed = len(request.page_ids), request.num_computed_tokens
-            assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
-            assert not any(request.page_ids[: request.num_dropped_pages]), f"{request.request_id} holds unseen pages"
-            assert num_computed <= num_pages * self.pool.page_size, f"{request.request_id} has outgrown its pages"
-            assert request.num_shared_tokens <= num_computed + 1, f"{request.request_id} knows nothing of its KV"
-            assert request.block_table is not None
-            assert request.block_table.tolist() == request.page_ids + [0] * (self._tables.pages_per_seq - num_pages)
-            assert not (request.forks and request.has_computed_prompt), f"{request.request_id} holds up its forks"
-        attached = [fork for request in self._requests.values() for fork in request.forks]
-        for request in [*self.waiting, *attached]:
-            assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
-            assert not request.page_ids, f"{request.request_id} holds pages while it waits"
-            assert request.num_computed_tokens == 0, f"{request.request_id} has computed tokens without pages"
-        for requests in (self.running, self.waiting):
-            assert requests == sorted(requests, key=BY_ORDER), "not in order"
-        known = [request.request_id for request in [*self.running, *self.waiting, *attached]]
-        assert sorted(known) == sorted(self._requests), "a request is lost or known twice"
+        check_accounts(self.pool, self.running, self.waiting, self._requests, self._tables.pages_per_seq)
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jpaged.device.kv_pages import page_bytes
-from jpaged.engine import engine as engine_module
+from jpaged.engine import blueprint
 from jpaged.engine.memory import CPU_SHARE, choose_num_pages
 from jpaged.host.config import EngineConfig
 
@@ -158,7 +158,7 @@ def test_on_a_gpu_the_engine_asks_the_compiled_step_for_its_memory(monkeypatch):
         asked.update(arguments, bytes=arguments["step_bytes"]())
         return 65
 
-    monkeypatch.setattr(engine_module, "choose_num_pages", remember)
+    monkeypatch.setattr(blueprint, "choose_num_pages", remember)
     support.build(support.tiny("llama"), num_pages=None)
     params = support.tiny("llama")
     logits = 4 * params.config.vocab_size * 4

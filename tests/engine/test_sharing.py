@@ -8,7 +8,7 @@ import pytest
 from engine_support import serve, tokens
 
 import jpaged
-from jpaged.engine.engine import _seed_of_sample
+from jpaged.engine.samples import seed_of_sample
 from jpaged.host.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("engine")
@@ -56,7 +56,7 @@ def test_samples_of_one_prompt_compute_it_once_and_draw_what_each_would_alone(le
     apart = support.build(support.tiny("llama"), prefix_caching=False, **options)
     for sample in output.outputs:
         name = apart.add_request(PREFIX[:length], SamplingParams(**{**vars(sampling), "n": 1}))
-        apart._samples[f"{name}/0"].request.seed = _seed_of_sample(11, sample.index)
+        apart._samples[f"{name}/0"].request.seed = seed_of_sample(11, sample.index)
         alone = support.finish(apart)[name].outputs[0]
         assert sample.token_ids == alone.token_ids
         np.testing.assert_allclose(sample.logprobs, alone.logprobs, atol=1e-5)

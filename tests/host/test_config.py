@@ -20,6 +20,10 @@ def test_by_default_the_engine_chooses():
         "kv_cache_memory",
         "num_pages",
         "dtype",
+        "swap_space",
+        "swap_disk_space",
+        "swap_dir",
+        "preemption",
         "compilation_cache_dir",
         "kernels",
     ]

@@ -1,0 +1,21 @@
+"""Owns `BatchPlan`: which tokens a step computes, and what is to be moved before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .request import Request
+from .swap_space import NO_MOVES, Moves
+
+# One request's share of a step: (request, start, num_tokens) for its tokens at start .. start + num_tokens - 1. A plain
+# tuple: a decode step makes one for each request, and a named one takes six times as long to make.
+Row = tuple[Request, int, int]
+
+
+class BatchPlan(NamedTuple):
+    rows: list[Row]
+    num_tokens: int
+    # (source, target): pages to be copied before the rows are computed, all at once. No target is a source too.
+    page_copies: list[tuple[int, int]]
+    # Between the pool and the swap space: what goes out before the copies are made, and what comes in after that.
+    moves: Moves = NO_MOVES
