@@ -137,6 +137,23 @@ def test_a_kernel_that_is_wrong_fails(monkeypatch):
         assert {row["status"] for row in rows} == {"failed"}, name
 
 
+def test_the_checks_of_the_sampler_hold_and_fail_where_it_is_wrong(monkeypatch):
+    """Of all parts, since only a real card runs them otherwise."""
+    tasks = [task for task in worker.all_tasks(["correctness", "sampling"]) if task.names[0].startswith("sample")]
+    rows = rows_of(tasks)
+    assert len(rows) == len(tasks) >= 12
+    assert {row["status"] for row in rows} == {"rehearsed"}, [row for row in rows if row["status"] != "rehearsed"]
+    right = sampling.sample
+
+    def wrong(logits, *args):
+        sampled = right(logits, *args)
+        return sampled._replace(logprobs=sampled.logprobs - 0.01)
+
+    monkeypatch.setattr(sampling, "sample", wrong)
+    checked = [task for task in tasks if task.part == "correctness" and "drawn often" not in task.names[0]]
+    assert {row["status"] for row in rows_of(checked)} == {"failed"}
+
+
 def a_task(run, name: str = "a", **options) -> Task:
     return Task("memory", "g", (name,), "x", run, **options)
 

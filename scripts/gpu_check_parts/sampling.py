@@ -151,7 +151,8 @@ def run_check(name: str, filters: Filters, shape: Any, setup: Setup, program: An
     batch = _batch(filters, num_seqs, vocab, setup)
     # The likeliest ids of every third row are banned.
     batch.banned_ids[::3, :5] = np.argsort(-logits[::3], axis=1)[:, :5]
-    token_ids, logprobs = map(np.asarray, program(logits, batch, np.arange(num_seqs, dtype=np.int32)))
+    sampled = program(logits, batch, np.arange(num_seqs, dtype=np.int32))
+    token_ids, logprobs = np.asarray(sampled.token_ids), np.asarray(sampled.logprobs)
     worst = 0.0
     for row in range(num_seqs):
         wide = logits[row].astype(np.float64)
@@ -172,7 +173,8 @@ def run_draws(name: str, filters: Filters, shape: Any, setup: Setup, program: An
     num_seqs, vocab = _shape(shape, setup)
     logits = (setup.rng(name).standard_normal(vocab) * 1.5).astype(np.float32)
     batch = _batch(filters, num_seqs, vocab, setup)
-    token_ids = np.asarray(program(np.tile(logits, (num_seqs, 1)), batch, np.arange(num_seqs, dtype=np.int32))[0])
+    sampled = program(np.tile(logits, (num_seqs, 1)), batch, np.arange(num_seqs, dtype=np.int32))
+    token_ids = np.asarray(sampled.token_ids)
     counts = np.bincount(token_ids, minlength=vocab)
     probability, border = distribution(logits, filters)
     assert not counts[(probability == 0) & ~border].any(), "an id was drawn that the filters drop"
@@ -197,7 +199,7 @@ def run_timing(name: str, filters: Filters, shape: Any, setup: Setup, program: A
 
     # A call a program: where positions mean nothing, two in one would not depend on each other, and could overlap.
     def call(token_ids: jax.Array, logits: jax.Array) -> jax.Array:
-        return program(logits, batch, token_ids)[0]
+        return program(logits, batch, token_ids).token_ids
 
     positions = jnp.arange(num_seqs, dtype=jnp.int32)
     row, _ = figures(setup, call, positions, _logit_sets(num_seqs, vocab, setup))
