@@ -140,7 +140,9 @@ def pack(
     rows = list(rows) if num_tokens == num_seqs else sorted(rows, key=_has_more_than_one_token)
     requests = [request for request, _, _ in rows]
     starts = np.array([start for _, start, _ in rows], np.int32)
-    lens = np.array([num_tokens for _, _, num_tokens in rows], np.int32)
+    lens = np.ones(num_seqs, np.int32)
+    if num_tokens > num_seqs:
+        lens[:] = [num_tokens for _, _, num_tokens in rows]
     ends = starts + lens
     decodes = ahead or num_tokens == num_seqs
     if decodes and not ahead:

@@ -97,9 +97,8 @@ class PageTables:
         first, num_full = request.num_published_pages, request.num_computed_tokens // self.pool.page_size
         request.num_published_pages = num_full
         if self._prefix_caching and not request.is_stale:
-            keys = request.keys(first, self.pool.page_size)
-            for page_id, key in zip(request.page_ids[first:num_full], keys, strict=False):
-                self.pool.publish(page_id, key)
+            for index in range(first, num_full):
+                self.pool.publish(request.page_ids[index], request.key(index, self.pool.page_size))
 
     def page_to_copy(self, request: Request, start: int, end: int) -> int | None:
         """Which of its pages a request must not write into for its tokens start .. end - 1, if any."""

@@ -145,12 +145,17 @@ class Request:
     def keys(self, start: int, page_size: int) -> Iterator[bytes]:
         """The keys of its full pages from number `start` on: hashes of all tokens up to the end of a page."""
         for page in range(start, self.num_tokens // page_size):
-            while len(self.page_keys) <= page:
-                begin = len(self.page_keys) * page_size
-                before = self.page_keys[-1] if self.page_keys else blake2b(self.cache_salt, digest_size=16).digest()
-                tokens = array("i", self.tokens(begin, begin + page_size)).tobytes()
-                self.page_keys.append(blake2b(before + tokens, digest_size=16).digest())
-            yield self.page_keys[page]
+            yield self.key(page, page_size)
+
+    def key(self, page: int, page_size: int) -> bytes:
+        """The key of a page that is full of tokens."""
+        keys = self.page_keys
+        while len(keys) <= page:
+            begin = len(keys) * page_size
+            before = keys[-1] if keys else blake2b(self.cache_salt, digest_size=16).digest()
+            tokens = array("i", self.tokens(begin, begin + page_size)).tobytes()
+            keys.append(blake2b(before + tokens, digest_size=16).digest())
+        return keys[page]
 
     def add_pages(self, page_ids: Sequence[int], pages_per_seq: int) -> None:
         if self.block_table is None:
