@@ -167,15 +167,21 @@ def measure_run(
     tell("sharing")
     trace = chats(NUM_SHARING, seed + 1)
     samples = [work(texts, lengths, temperature=1.0, n=N, seed=seed) for lengths in trace]
-    simulated = serve(
-        trace, num_slots=AMPLE, page_size=PAGE_SIZE, n=N, prefix_caching=True, max_num_seqs=ENGINE["max_num_seqs"]
-    )
+    limits = {name: ENGINE[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    simulated = serve(trace, num_slots=AMPLE, page_size=PAGE_SIZE, n=N, prefix_caching=True, **limits)
     with watched(engine) as held:
         drive(engine, samples)
     sharing = [shared("parallel sampling", held, (share_saved(scheduler) for scheduler, _ in simulated))]
     searches = [work(texts, lengths, temperature=0.0, num_beams=N) for lengths in trace]
-    at_once = ENGINE["max_num_seqs"] // N
-    beams = serve_beams(trace, width=N, likelihoods=MEASURED, num_slots=AMPLE, max_searches=at_once)
+    at_once, budget = ENGINE["max_num_seqs"] // N, ENGINE["max_num_batched_tokens"]
+    beams = serve_beams(
+        trace,
+        width=N,
+        likelihoods=MEASURED,
+        num_slots=AMPLE,
+        max_searches=at_once,
+        max_num_batched_tokens=budget,
+    )
     searching = beam_engine()
     with watched(searching) as held, watched_beams(searching) as seen:
         drive(searching, searches, at_once)

@@ -44,7 +44,7 @@ class Likelihoods(NamedTuple):
 
 
 # As SmolLM2-135M was in beam searches of width 4: `jpaged bench memory --run` measures it.
-MEASURED = Likelihoods(exponent=3.3, alike=0.4)
+MEASURED = Likelihoods(exponent=2.7, alike=0.3)
 
 
 class Search:
@@ -103,6 +103,7 @@ def serve_beams(
     likelihoods: Likelihoods,
     num_slots: int,
     max_searches: int | None = None,
+    max_num_batched_tokens: int | None = None,
 ) -> Iterator[tuple[Scheduler, int]]:
     """Serves a trace, each request a beam search over its whole length: no beam ends early. All requests are there at
     the start, or with `max_searches` so many, and one more whenever one has ended. Those whose beams would not all fit
@@ -110,7 +111,7 @@ def serve_beams(
 
     Yields each step while it runs, as `serve` does, and how many beams are still to begin.
     """
-    scheduler = make_scheduler(num_slots, PAGE_SIZE, len(trace) * width, prefix_caching=True)
+    scheduler = make_scheduler(num_slots, PAGE_SIZE, len(trace) * width, True, max_num_batched_tokens)
     sampling = SamplingParams(num_beams=width, temperature=0.0, max_tokens=None, ignore_eos=True)
     rng = np.random.default_rng(0)
     coming: deque[Request] = deque()

@@ -19,12 +19,14 @@ PAGE_SIZE = 16  # the engine's own choice, where nothing else is said
 ANY_LENGTH = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
-def make_scheduler(num_slots: int, page_size: int, max_num_seqs: int, prefix_caching: bool) -> Scheduler:
-    """The engine's own, over as many pages as fit into `num_slots` slots, without a limit to a step's tokens."""
+def make_scheduler(
+    num_slots: int, page_size: int, max_num_seqs: int, prefix_caching: bool, max_num_batched_tokens: int | None = None
+) -> Scheduler:
+    """The engine's own, over as many pages as fit into `num_slots` slots. None: a step has room for all tokens."""
     return Scheduler(
         PagePool(num_slots // page_size, page_size),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=num_slots,
+        max_num_batched_tokens=max_num_batched_tokens or num_slots,
         max_model_len=MAX_LEN,
         prefix_caching=prefix_caching,
     )
@@ -38,14 +40,16 @@ def serve(
     n: int = 1,
     prefix_caching: bool = False,
     max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
 ) -> Iterator[tuple[Scheduler, BatchPlan]]:
     """Serves a trace whose requests all wait at the start, each as `n` samples of one prompt that end together.
 
     Yields each step while it runs: it is planned and has its pages, and the tokens that it draws are not known yet.
-    A step has room for any number of tokens, so whoever runs gains a token in each. A memory of `num_slots` slots is
-    that of the whole pool, the null page included.
+    Unless it is said otherwise, a step has room for any number of tokens, so whoever runs gains a token in each. A
+    memory of `num_slots` slots is that of the whole pool, the null page included.
     """
-    scheduler = make_scheduler(num_slots, page_size, max_num_seqs or len(trace) * n, prefix_caching)
+    max_num_seqs = max_num_seqs or len(trace) * n
+    scheduler = make_scheduler(num_slots, page_size, max_num_seqs, prefix_caching, max_num_batched_tokens)
     rng = np.random.default_rng(0)
     for index, lengths in enumerate(trace):
         prompt = rng.integers(0, VOCAB_SIZE, lengths.prompt).tolist()

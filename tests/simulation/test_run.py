@@ -113,7 +113,7 @@ def test_the_command_measures_and_writes_json(smaller, tmp_path):
     assert use["pages_mean"] < use["reserved_mean"]
     samples, beams = written["sharing"]
     assert 0 < samples["saved"] < 0.75 and 0 < beams["saved"] < 0.75
-    assert samples["saved"] == pytest.approx(samples["simulated"], abs=0.1), "it is the same scheduler"
+    assert samples["saved"] == pytest.approx(samples["simulated"], abs=0.02), "it is the same scheduler"
     padded, static, continuous = written["batching"]
     # The row that begins last is one of the longest only where all are.
     assert padded["num_steps"] == pytest.approx(static["num_steps"], rel=0.05)
