@@ -169,7 +169,7 @@ def print_tables(study: Study) -> None:
     heads = "trace", "method", "n", "saved", "saved, memory full"
     found = [sharing_row(name, one) for name, sharing in study.sharing.items() for one in sharing]
     show(f"memory saved by sharing, pages of {study.page_size}", heads, found)
-    heads = "trace", "method", "n", "exponent", "alike", "saved"
+    heads = "trace", "beams", "exponent", "alike", "saved"
     found = [sensitivity_row(name, one) for name, sensitivity in study.sensitivity.items() for one in sensitivity]
     show("what beams save if their candidates are otherwise likely, memory for all", heads, found)
     heads = "workload", "rows", "requests", "static steps (busy)", "continuous steps (busy)", "ratio"
@@ -189,7 +189,7 @@ def sharing_row(trace: str, one: Sharing) -> list[str]:
 
 
 def sensitivity_row(trace: str, one: Sensitivity) -> list[str]:
-    return [trace, "beam search", str(one.n), f"{one.exponent}", f"{one.alike}", f"{one.saved:.1%}"]
+    return [trace, str(one.n), f"{one.exponent}", f"{one.alike}", f"{one.saved:.1%}"]
 
 
 def batching_row(one: Batching) -> list[str]:

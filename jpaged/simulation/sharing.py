@@ -15,14 +15,15 @@ from .usage import Tally
 
 NUM_SHARING = 48  # sequences that run while sharing is measured with ample memory
 PART = 4  # of the tokens of a trace, those that beam searches serve are one part
-WIDTH = 4  # of the beam searches whose candidates are varied
-OTHERS = (
-    MEASURED._replace(exponent=2.0),
-    MEASURED._replace(exponent=5.0),
-    MEASURED._replace(alike=0.0),
-    MEASURED._replace(alike=0.8),
-    MEASURED._replace(alike=1.0),
-)
+# The beam searches whose candidates are varied: how many beams they have.
+VARIED: dict[Likelihoods, tuple[int, ...]] = {
+    MEASURED: (2, 4, 6),
+    MEASURED._replace(exponent=2.0): (4,),
+    MEASURED._replace(exponent=5.0): (4,),
+    MEASURED._replace(alike=0.0): (2, 4, 6),
+    MEASURED._replace(alike=0.8): (2, 4, 6),
+    MEASURED._replace(alike=1.0): (2, 4, 6),
+}
 AMPLE = (NUM_SHARING + 1) * MAX_LEN  # slots for all of them
 
 
@@ -77,18 +78,20 @@ def simulate_beam_search(width: int, spec: TraceSpec, num_tokens: int, seed: int
     return Sharing("beam search", width, saved, saved_full, num_preemptions)
 
 
-def saved_by_beams(width: int, trace: list[Lengths], likelihoods: Likelihoods) -> float:
-    """What beam searches save with memory for all that run."""
-    steps = serve_beams(trace, width=width, likelihoods=likelihoods, num_slots=AMPLE, max_searches=NUM_SHARING // width)
+def saved_by_beams(width: int, trace: list[Lengths], likelihoods: Likelihoods, num_sharing: int | None = None) -> float:
+    """What beam searches save with memory for all that run, as many at once as have `num_sharing` beams together."""
+    at_once = (num_sharing or NUM_SHARING) // width
+    steps = serve_beams(trace, width=width, likelihoods=likelihoods, num_slots=AMPLE, max_searches=at_once)
     return _mean_saving(steps, len(trace) * width)[0]
 
 
 def simulate_sensitivity(spec: TraceSpec, num_tokens: int, seed: int) -> list[Sensitivity]:
-    """What beams would save if their candidates were otherwise likely than measured."""
-    trace = draw_trace(spec, num_tokens // PART, seed)
+    """What beams would save if their candidates were otherwise likely than measured. Half of what runs elsewhere."""
+    trace = draw_trace(spec, num_tokens // PART // 2, seed)
     return [
-        Sensitivity(likelihoods.exponent, likelihoods.alike, WIDTH, saved_by_beams(WIDTH, trace, likelihoods))
-        for likelihoods in OTHERS
+        Sensitivity(*likelihoods, width, saved_by_beams(width, trace, likelihoods, NUM_SHARING // 2))
+        for likelihoods, widths in VARIED.items()
+        for width in widths
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.cli import main
 from jpaged.simulation import sharing, study
+from jpaged.simulation.beams import Likelihoods
 
 SMALL = "--tokens", 12_000, "--slots", 2304
 PICTURES = "memory_use", "running_requests", "page_size", "sharing", "batching"
@@ -25,8 +26,7 @@ def fewer(monkeypatch):
     monkeypatch.setattr(study, "NUM_BEAMS", (2,))
     monkeypatch.setattr(sharing, "NUM_SHARING", 4)
     monkeypatch.setattr(sharing, "PART", 1)
-    monkeypatch.setattr(sharing, "WIDTH", 2)
-    monkeypatch.setattr(sharing, "OTHERS", sharing.OTHERS[:1])
+    monkeypatch.setattr(sharing, "VARIED", {Likelihoods(2.0, 0.5): (2,)})
 
 
 def test_it_prints_tables_and_writes_json_and_pictures(fewer, tmp_path):
@@ -59,7 +59,7 @@ def test_it_prints_tables_and_writes_json_and_pictures(fewer, tmp_path):
     shared = written["sharing"]["ShareGPT"]
     assert [(one["method"], one["n"]) for one in shared] == [("parallel sampling", 6), ("beam search", 2)]
     assert all(0 < one["saved"] < 1 and 0 < one["saved_full"] < 1 for one in shared)
-    assert [(one["exponent"], one["n"]) for one in written["sensitivity"]["Alpaca"]] == [(2.0, 2)]
+    assert [(one["exponent"], one["alike"], one["n"]) for one in written["sensitivity"]["Alpaca"]] == [(2, 0.5, 2)]
     assert all(one["ratio"] >= 1 for one in written["batching"])
 
     for name in PICTURES:
