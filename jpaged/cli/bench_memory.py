@@ -53,12 +53,12 @@ def memory(
 
     How much of the memory holds tokens, and how many requests run at once, with pages of several sizes and with memory
     in one piece; how much the samples of one prompt and the beams of a search share; and how many steps continuous
-    batching saves. The scheduler and the page pool are the engine's, only the tokens are drawn by lot. It takes about a
-    minute.
+    batching saves. The scheduler and the page pool are the engine's, only the tokens are drawn by lot. It takes a
+    minute or two.
 
     With --run a model serves requests of a quarter of ShareGPT's lengths: how full their pages are, what samples and
-    beams share, and how fast continuous batching is beside static batches. It takes minutes on a CPU, and longer the
-    first time, when everything is compiled.
+    beams share, and how fast continuous batching is beside static batches. It takes some eight minutes on
+    2 busy CPU cores, fewer with --rounds 1, and more the first time, when everything is compiled.
     """
     if run:
         refuse(
