@@ -100,14 +100,16 @@ class _Times:
     num_prompt_tokens: int = 0
 
 
-def run_round(engine: Any, works: list[Work], mode: Mode) -> Round:
-    """Runs a workload on an idle engine: all requests at once for throughput, one after another for latency."""
+def run_round(engine: Any, works: list[Work], mode: Mode, batch_size: int | None = None) -> Round:
+    """Runs a workload on an idle engine: all requests at once for throughput, one after another for latency. With
+    `batch_size` in static batches, each of them sent when all requests of the one before have ended."""
     if engine.has_unfinished_requests():
         raise ValueError("the engine is busy: measure on one without requests")
     engine.reset_prefix_cache()  # no round finds what the one before computed
     before = EngineStats(**asdict(engine.stats))
     kv_min: float | None = None
-    groups = [works] if mode == "throughput" else [[work] for work in works]
+    size = batch_size or (len(works) if mode == "throughput" else 1)
+    groups = [works[start : start + size] for start in range(0, len(works), size)]
     times: dict[str, _Times] = {}
     started = time.perf_counter()
     for group in groups:

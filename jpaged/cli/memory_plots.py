@@ -87,13 +87,17 @@ def draw_page_sizes(study: Study) -> Any:
 
 
 def draw_sharing(study: Study) -> Any:
-    """Figure 15: memory saved by sharing."""
+    """Figure 15: memory saved by sharing, among the samples of a prompt and among the beams of a search."""
     figure, panels = _panels(len(study.sharing), "Memory saved by sharing (%)")
     for axes, (trace, found) in zip(panels, study.sharing.items()):
-        names = [f"{one.method}\nn = {one.n}" for one in found]
-        bars = axes.bar(names, [100 * one.saved for one in found], color=COLOURS[0])
-        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        for method, colour in zip(dict.fromkeys(one.method for one in found), COLOURS):
+            places = [place for place, one in enumerate(found) if one.method == method]
+            heights = [100 * found[place].saved for place in places]
+            bars = axes.bar(places, heights, color=colour, label=method)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        axes.set_xticks(range(len(found)), labels=[f"n = {one.n}" for one in found])
         axes.set_title(trace)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Owns the memory study: which policies, page sizes, samples and batches are simulated on which traces."""
+"""Owns the memory study: which policies, page sizes, samples, beams and batches are simulated on which traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 from .batching import Batching, compare_batching
 from .contiguous import RESERVATIONS, simulate_contiguous
-from .paged import PAGE_SIZE, Sharing, simulate_paged, simulate_parallel_sampling
+from .paged import PAGE_SIZE, simulate_paged
+from .sharing import Sensitivity, Sharing, simulate_beam_search, simulate_parallel_sampling, simulate_sensitivity
 from .trace import ALPACA, MAX_LEN, SHAREGPT, draw_trace, mixed_trace
 from .usage import MemoryUse
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_SAMPLES = (2, 4, 6)
+NUM_BEAMS = (2, 4, 6)
 NUM_ROWS = 32  # of the comparison of batching
 SPECS = (SHAREGPT, ALPACA)
 
@@ -34,6 +36,7 @@ class Study:
     seconds: float
     memory: dict[str, list[MemoryUse]]
     sharing: dict[str, list[Sharing]]
+    sensitivity: dict[str, list[Sensitivity]]  # of what beams share
     batching: list[Batching]
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,6 +64,7 @@ def run_study(
     started = time.perf_counter()
     memory: dict[str, list[MemoryUse]] = {}
     sharing: dict[str, list[Sharing]] = {}
+    sensitivity: dict[str, list[Sensitivity]] = {}
     batching: list[Batching] = []
     for spec in SPECS:
         trace = draw_trace(spec, num_tokens, seed)
@@ -73,9 +77,14 @@ def run_study(
         for n in NUM_SAMPLES:
             tell(f"{spec.name}: {n} samples of a prompt")
             sharing[spec.name].append(simulate_parallel_sampling(n, spec, num_tokens, seed, num_slots))
+        for width in NUM_BEAMS:
+            tell(f"{spec.name}: {width} beams")
+            sharing[spec.name].append(simulate_beam_search(width, spec, num_tokens, seed, num_slots))
+        tell(f"{spec.name}: beams of other models")
+        sensitivity[spec.name] = simulate_sensitivity(spec, num_tokens, seed)
     tell("static and continuous batches")
     mixed = mixed_trace(max(num_tokens // 350, 1), seed)  # a request has 350 tokens
     batching.append(compare_batching("short and long", mixed, NUM_ROWS))
     batching += [compare_batching(spec.name, draw_trace(spec, num_tokens, seed), NUM_ROWS) for spec in SPECS]
     seconds = time.perf_counter() - started
-    return Study(num_tokens, num_slots, seed, PAGE_SIZE, seconds, memory, sharing, batching)
+    return Study(num_tokens, num_slots, seed, PAGE_SIZE, seconds, memory, sharing, sensitivity, batching)

@@ -7,7 +7,8 @@ import click.testing
 import pytest
 
 from jpaged.cli import main
-from jpaged.simulation import study
+from jpaged.simulation import sharing, study
+from jpaged.simulation.beams import Likelihoods
 
 SMALL = "--tokens", 12_000, "--slots", 2304
 PICTURES = "memory_use", "running_requests", "page_size", "sharing", "batching"
@@ -22,12 +23,24 @@ def fewer(monkeypatch):
     """A study small enough to be run again and again."""
     monkeypatch.setattr(study, "PAGE_SIZES", (16, 256))
     monkeypatch.setattr(study, "NUM_SAMPLES", (6,))
+    monkeypatch.setattr(study, "NUM_BEAMS", (2,))
+    monkeypatch.setattr(sharing, "NUM_SHARING", 4)
+    monkeypatch.setattr(sharing, "PART", 1)
+    monkeypatch.setattr(sharing, "VARIED", {Likelihoods(2.0, 0.5): (2,)})
 
 
 def test_it_prints_tables_and_writes_json_and_pictures(fewer, tmp_path):
     result = run(*SMALL, "--json", tmp_path / "out.json", "--plots", tmp_path / "new" / "plots")
     assert result.exit_code == 0, result.output
-    for part in ("ShareGPT: where", "Alpaca: where", "oracle", "pages of 256", "parallel sampling", "short and long"):
+    for part in (
+        "ShareGPT: where",
+        "Alpaca: where",
+        "oracle",
+        "pages of 256",
+        "parallel sampling",
+        "beam search",
+        "short and long",
+    ):
         assert part in result.stdout
     assert "2304 slots, traces of 12000 tokens" in result.stdout
 
@@ -43,7 +56,10 @@ def test_it_prints_tables_and_writes_json_and_pictures(fewer, tmp_path):
     for uses in written["memory"].values():
         for use in uses:
             assert sum(use[share] for share in ("utilization", "reserved", "internal", "external")) == pytest.approx(1)
-    assert [(one["method"], one["n"]) for one in written["sharing"]["ShareGPT"]] == [("parallel sampling", 6)]
+    shared = written["sharing"]["ShareGPT"]
+    assert [(one["method"], one["n"]) for one in shared] == [("parallel sampling", 6), ("beam search", 2)]
+    assert all(0 < one["saved"] < 1 and 0 < one["saved_full"] < 1 for one in shared)
+    assert [(one["exponent"], one["alike"], one["n"]) for one in written["sensitivity"]["Alpaca"]] == [(2, 0.5, 2)]
     assert all(one["ratio"] >= 1 for one in written["batching"])
 
     for name in PICTURES:
@@ -52,7 +68,9 @@ def test_it_prints_tables_and_writes_json_and_pictures(fewer, tmp_path):
     assert len(list((tmp_path / "new" / "plots").iterdir())) == 2 * len(PICTURES)
 
 
-def test_the_same_seed_gives_the_same_figures(fewer, tmp_path):
+def test_the_same_seed_gives_the_same_figures(fewer, monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "SPECS", study.SPECS[:1])
+
     def figures(name, seed):
         assert run(*SMALL, "--seed", seed, "--json", tmp_path / name).exit_code == 0
         return {key: value for key, value in json.loads((tmp_path / name).read_text()).items() if key != "seconds"}

@@ -5,7 +5,8 @@ import pytest
 from jpaged.simulation import paged
 from jpaged.simulation.batching import compare_batching
 from jpaged.simulation.contiguous import RESERVATIONS, simulate_contiguous
-from jpaged.simulation.paged import serve, simulate_paged, simulate_parallel_sampling
+from jpaged.simulation.paged import serve, simulate_paged
+from jpaged.simulation.sharing import simulate_parallel_sampling
 from jpaged.simulation.study import DEFAULT_SLOTS, run_study
 from jpaged.simulation.trace import ALPACA, SHAREGPT, Lengths, draw_trace, mixed_trace
 
