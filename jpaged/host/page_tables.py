@@ -168,8 +168,11 @@ class PageTables:
         page_id = request.replace_page(index, acquired[0])
         request.shares_tail = False
         request.num_page_copies += 1
-        # A copy that is only being made is no source either.
-        self._copies[acquired[0]] = self._copies.get(page_id, page_id)
+        swap_space = self.pool.swap_space
+        # Pages come back after the copies are made: one that is yet to be filled is no source.
+        if swap_space is None or not swap_space.fill_alike(page_id, acquired[0]):
+            # A copy that is only being made is none either.
+            self._copies[acquired[0]] = self._copies.get(page_id, page_id)
         self.pool.release([page_id])
         return True
 

@@ -76,6 +76,13 @@ class SwapSpace:
         self._swap_in[page_id] = place
         self.num_swapped_in += 1
 
+    def fill_alike(self, page_id: int, other: int) -> bool:
+        """Whether a page is to be filled in this step. Then the other one is, with the same."""
+        place = self._swap_in.get(page_id)
+        if place is not None:
+            self.swap_in(place, other)
+        return place is not None
+
     def cancel(self, page_id: int) -> bool:
         """Whether a page was to be filled in this step, which it is not any more: it found no room after all."""
         cancelled = self._swap_in.pop(page_id, None) is not None

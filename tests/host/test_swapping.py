@@ -109,6 +109,24 @@ def test_requests_with_the_same_tokens_share_the_pages_that_come_back():
     assert scheduler.pool.num_shared == 3
 
 
+def test_a_page_that_is_yet_to_come_back_is_not_copied_but_brought_back_twice():
+    swap_space = make_swap_space(num_pages=32, always=True)
+    scheduler = make_scheduler(num_pages=8, swap_space=swap_space)
+    add(scheduler, "before", [1, 2, 3], max_tokens=2)
+    step(scheduler, token=4), step(scheduler, token=5)  # the page of 1, 2, 3, 4 is published
+    again = add(scheduler, "again", [1, 2, 3])
+    step(scheduler, token=4)
+    fork = again.like("fork", parent=again, output_token_ids=[4])
+    scheduler.add(fork)
+    add(scheduler, "urgent", range(10, 39), max_tokens=1, priority=-1)
+    assert shares(step(scheduler)) == {"urgent": (0, 29)}  # it needs all pages
+    plan = step(scheduler)
+    assert shares(plan) == {"again": (3, 1), "fork": (3, 1)}, "both go on in the page that comes back"
+    assert not plan.page_copies and again.page_ids != fork.page_ids
+    (place, _), _ = plan.moves.swap_in
+    assert sorted(plan.moves.swap_in) == sorted((place, page_id) for page_id in again.page_ids + fork.page_ids)
+
+
 def test_the_least_recently_used_page_goes_to_disk_and_then_is_forgotten():
     swap_space = make_swap_space(num_pages=1, num_disk_pages=1)
     for key, page_id in ((b"a", 1), (b"b", 2), (b"c", 3)):
