@@ -42,7 +42,8 @@ def test_greedy_tokens_equal_the_reference_alone_and_preempted(name):
     assert engine.stats.num_preemptions == 0
     together = support.serve(engine, list(stored["input_ids"]))
     assert support.tokens(together) == expected
-    assert engine.stats.num_preemptions > 0
+    # A window of 8 tokens keeps three pages.
+    assert (engine.stats.num_preemptions > 0) == (engine.model_config.sliding_window is None)
     support.assert_idle(engine)
 
 

@@ -39,7 +39,7 @@ def test_interpreted_kernels_give_the_references_tokens(name):
     for a, b in zip(found, expected):
         for x, y in zip(a.outputs, b.outputs):
             np.testing.assert_allclose(x.cumulative_logprob, y.cumulative_logprob, atol=1e-3)
-    assert engine.stats.num_preemptions > 0
+    assert (engine.stats.num_preemptions > 0) == (engine.model_config.sliding_window is None)
     support.assert_idle(engine)
 
 

@@ -133,8 +133,9 @@ class Arrival:
     max_tokens: int
     step: int
     n: int  # requests that begin with this prompt, or the width of a beam search
+    alike: bool  # these draw the same, so that they find each other's pages
     priority: int
-    fork_step: int | None  # when one more branches off
+    fork_step: int | None  # when one more branches off; -1: when it waits to go on
     fork_sample: int  # which of them
     abort_step: int | None
     abort_sample: int
@@ -190,13 +191,13 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
             prompt[:begin] = common[:begin]
         step = integer(0, 12)
         n = integer(2, 4) if chance(30) else 1
-        fork_step = step + integer(0, 12) if chance(30) else None
+        fork_step = (-1 if chance(40) else step + integer(0, 12)) if chance(40) else None
         abort_step = step + integer(0, 12) if chance(20) else None
         num_pages_each = -(-min(len(prompt) + max_tokens, max_model_len) // page_size)
         if chance(20) and 2 <= n <= max_num_seqs and n * num_pages_each < num_pages:
             sampling = SamplingParams(num_beams=n, n=n, temperature=0, max_tokens=None, ignore_eos=chance(60))
         priority = integer(-1, 1) if with_priorities else 0
-        times = step, n, priority, fork_step, integer(0, n - 1), abort_step, integer(0, n - 1), chance(50)
+        times = step, n, chance(40), priority, fork_step, integer(0, n - 1), abort_step, integer(0, n - 1), chance(50)
         arrivals.append(Arrival(prompt, sampling, integer(0, MASK), max_tokens, *times))
     with_swap = chance(60)
     costs = SwapCosts(page_size, integer(0, 1) == 1, *(integer(0, 8) for _ in range(3)))
@@ -369,9 +370,16 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
                     searches[index].abort(scheduler)
                 continue
             parent = requests.get(f"{index}/{arrival.fork_sample}")
-            if arrival.fork_step == step and parent is not None and parent.status is not RequestStatus.FINISHED:
+            if parent is None or f"{index}/fork" in requests:
+                is_time = False
+            elif arrival.fork_step == -1:
+                is_time = parent.num_preemptions > 0 and parent.status is RequestStatus.WAITING
+            else:
+                is_time = arrival.fork_step == step and parent.status is not RequestStatus.FINISHED
+            if is_time:
+                seed = arrival.seed ^ (0 if arrival.alike else 1 << 40)
                 begun = list(parent.output_token_ids), list(parent.output_logprobs)
-                add(f"{index}/fork", Asked(arrival, arrival.seed ^ 1 << 40, f"{index}/fork", begun), parent)
+                add(f"{index}/fork", Asked(arrival, seed, f"{index}/fork", begun), parent)
             name = f"{index}/{arrival.abort_sample}"
             if arrival.abort_step == step and scheduler.abort(name):
                 tokens_when_aborted[name] = list(requests[name].output_token_ids)
@@ -414,7 +422,11 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
                 scheduler.add(first)
             elif arrival.step == step:
                 for i in range(arrival.n):
-                    add(f"{index}/{i}", Asked(arrival, arrival.seed ^ i, f"{index}"), requests.get(f"{index}/0"))
+                    add(
+                        f"{index}/{i}",
+                        Asked(arrival, arrival.seed ^ (0 if arrival.alike else i), f"{index}"),
+                        requests.get(f"{index}/0"),
+                    )
         change(step, in_flight=False)
         flight, in_flight = in_flight, None
         if flight is None:
