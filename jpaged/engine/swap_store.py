@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -125,16 +126,15 @@ class SwapStore:
 
 def _on_disk(shape: Sequence[int], dtype: Any, directory: str | None) -> np.ndarray:
     """An array in a file without a name, so that nothing of it is left behind."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     where = directory or tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=where) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would kill the process as it writes
             return np.memmap(file, dtype, "r+", shape=tuple(shape))
-    except OSError as error:
-        raise ValueError(
-            f"swap_disk_space: no file of {size} bytes can be made in {where} ({error.strerror})"
-        ) from error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"swap_disk_space: no file of {size} bytes can be made in {where} ({reason})") from error
 
 
 def _in_parts(moves: Sequence[tuple[int, int]], most: int) -> Iterator[Sequence[tuple[int, int]]]:

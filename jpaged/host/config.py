@@ -163,9 +163,9 @@ def _parse_bytes(name: str, value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", value, re.IGNORECASE)
         if match and (match[2] or not match[3]):
             power = ("", "k", "m", "g", "t").index(match[2].lower())
-            size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-            if size > 0:
-                return size
+            size = float(match[1]) * (1024 if match[3] else 1000) ** power
+            if 1 <= size < float("inf"):
+                return int(size)
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     cure = "" if name == "kv_cache_memory" else ": leave it out for none"

@@ -185,6 +185,8 @@ def test_other_weights_find_nothing_of_before():
         ({"swap_disk_space": 100}, ["swap_disk_space (100 bytes)", "not one page"]),
         ({"swap_disk_space": "1MiB", "swap_dir": "/nonexistent/folder"}, ["swap_disk_space", "/nonexistent/folder"]),
         ({"swap_disk_space": "900TB"}, ["swap_disk_space", "bytes can be made"]),
+        ({"swap_disk_space": 10**40}, ["swap_disk_space", "bytes can be made"]),  # more than an integer of C
+        ({"swap_disk_space": "9" * 400 + "GiB"}, ["swap_disk_space must be bytes above 0"]),  # more than a float
         ({"swap_dir": "."}, ["swap_dir", "swap_disk_space"]),
         ({"swap_dir": 7, "swap_disk_space": "1MiB"}, ["swap_dir", "7"]),
         ({"swap_space": None}, ["preemption='swap'", "swap_space"]),
