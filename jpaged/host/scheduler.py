@@ -74,6 +74,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._num_arrivals = 0
+        self._num_beams = 0  # unfinished ones
 
     @property
     def has_unfinished(self) -> bool:
@@ -108,6 +109,7 @@ class Scheduler:
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
         self._requests[request.request_id] = request
+        self._num_beams += request.is_beam
         request.most_outputs = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         if order is None:
             order = self._num_arrivals + PRIORITY_PLACES * request.priority
@@ -167,6 +169,8 @@ class Scheduler:
             computing = {self._tables.prompt_key(request) for request, _, _ in rows if not request.has_computed_prompt}
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            if self._num_beams and not self._finds_rows(request):
+                break
             found = self._tables.inheritance(request)
             copies_to_come += found.num_tokens % page_size > 0  # now, or with the first token that it draws
             missing = self._num_missing(request, found) + copies_to_come
@@ -313,6 +317,7 @@ class Scheduler:
         if request in place:  # or it was interrupted on its way there
             place.remove(request)
         del self._requests[request.request_id]
+        self._num_beams -= request.is_beam
         self._tables.give_back(request)
         request.status = RequestStatus.FINISHED
         self._release_forks(request)  # they begin on their own
@@ -330,6 +335,7 @@ class Scheduler:
             request.drop_pages()
             request.parent, request.forks = None, []
         self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ORDER)
+        self._num_beams = sum(request.is_beam for request in self.waiting)
 
     def forget(self) -> None:
         """Empties the prefix cache, as the weights are others now. What is running goes on with the KV it has."""
@@ -368,6 +374,15 @@ class Scheduler:
         needed = self.pool.pages_for(request.num_tokens) - len(found.page_ids)
         return needed + self.pool.num_idle(found.page_ids)
 
+    def _finds_rows(self, request: Request) -> bool:
+        """Whether a request may start beside beam searches, which each keep as many rows as they may have beams: or
+        they would wait for each other's."""
+        widths = {one.family: one.sampling.num_beams for one in self.running if one.is_beam}
+        if not self.running or request.family in widths:
+            return True
+        taken = sum(not one.is_beam for one in self.running) + sum(widths.values())
+        return taken + request.sampling.num_beams <= self.max_num_seqs
+
     def _family_fits(self, request: Request, missing: int) -> bool:
         """Whether a waiting request of which none of its family runs can start together with all of them that wait
         too. It takes `missing` pages itself; what it has of the prompt, the others share."""
@@ -388,7 +403,7 @@ class Scheduler:
         while self.running and self._gives_way(self.running[-1]):
             first = self.waiting[0]
             has_room = self._num_missing(first, self._tables.inheritance(first)) <= self.pool.num_free
-            if has_room and len(self.running) < self.max_num_seqs:
+            if has_room and len(self.running) < self.max_num_seqs and (not self._num_beams or self._finds_rows(first)):
                 return
             self._preempt_last()
 

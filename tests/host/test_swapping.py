@@ -1,5 +1,6 @@
 """What the pool needs the place of goes to swap space, and comes back: pages by their contents, families together."""
 
+import numpy as np
 import pytest
 
 from jpaged.host.page_pool import PagePool
@@ -301,6 +302,28 @@ def test_no_request_waits_for_ever():
         step(scheduler)
     assert patient.finish_reason == "length"
     assert patient.num_preemptions == 0, "it gave way before it began, and not after"
+
+
+def test_beam_searches_keep_rows_for_all_their_beams():
+    scheduler = make_scheduler(num_pages=32, max_num_seqs=5)
+    sampling = SamplingParams(num_beams=3, temperature=0, max_tokens=8, ignore_eos=True)
+    beams = {}
+    for name in ("a", "b"):
+        beams[name] = Request(f"{name}/0", [1, 2, 3], sampling, 0, frozenset(), 8, is_beam=True, family=name)
+        scheduler.add(beams[name])
+    add(scheduler, "later", range(3))
+    plan = scheduler.schedule()
+    assert shares(plan).keys() == {"a/0"}, "the next search finds two rows, and needs three; nobody overtakes it"
+    scheduler.update(plan, [0], [0.0], (np.zeros((1, 3)), np.zeros((1, 3))))
+    for index in (1, 2):
+        scheduler.add(beams["a"].like(f"a/{index}", parent=beams["a"]), order=index)
+    assert shares(scheduler.schedule()).keys() == {"a/1", "a/2"}, "its own beams find theirs"
+    for request in list(scheduler.running):
+        scheduler.abort(request.request_id)
+    assert shares(scheduler.schedule()).keys() == {"b/0", "later"}
+    scheduler.abort("b/0")
+    scheduler.abort("later")
+    scheduler.check()
 
 
 # Windows
