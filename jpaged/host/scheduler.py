@@ -45,7 +45,7 @@ class Scheduler:
         step_size: Callable[[int], int] | None = None,
         prefix_caching: bool = True,
         sliding_window: int | None = None,
-        reserved_tokens: int = 8,
+        reserve: float = 0.02,
     ):
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -65,8 +65,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        # For each that runs, kept free when another is started, which would soon be stopped again otherwise.
-        self._reserved_tokens = reserved_tokens
+        # Pages kept free for those that run when another is started, which would soon be stopped again otherwise.
+        self._num_reserved = int(reserve * (pool.num_pages - 1))
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
         self._tables = PageTables(pool, pages_per_seq, prefix_caching, sliding_window)
         self.running: list[Request] = []
@@ -175,7 +175,7 @@ class Scheduler:
             copies_to_come += found.num_tokens % page_size > 0  # now, or with the first token that it draws
             missing = self._num_missing(request, found) + copies_to_come
             if rows:
-                missing += len(self.running) * self._reserved_tokens // page_size
+                missing += self._num_reserved
             if self.num_preemptions > preemptions_before or missing > self.pool.num_free:
                 break
             if self.running and not self._family_fits(request, missing):

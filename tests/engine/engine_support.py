@@ -83,14 +83,14 @@ def assert_idle(engine: Engine) -> None:
 def small_pool(engine: Engine, num_pages: int) -> Iterator[None]:
     """Leaves the engine `num_pages` pages, and reserves none of them for those that run, so that they are preempted. A
     pool that is built smaller would have other shapes to compile."""
-    pool, reserved_tokens = engine._pool, engine._scheduler._reserved_tokens
-    engine._scheduler._reserved_tokens = 0
+    pool, num_reserved = engine._pool, engine._scheduler._num_reserved
+    engine._scheduler._num_reserved = 0
     held = pool.acquire(pool.num_free - num_pages)
     pool.check = lambda tables: PagePool.check(pool, [*tables, held])
     try:
         yield
     finally:
-        engine._scheduler._reserved_tokens = reserved_tokens
+        engine._scheduler._num_reserved = num_reserved
         del pool.check
         pool.release(held)
 

@@ -116,7 +116,7 @@ def test_whole_distributions_agree_with_the_stored_ones(params, stored, prompts)
     chosen = [prompts[i] for i in stored["distribution_of"]]
     page_size, most, num_tokens = 16, 384, sum(map(len, chosen))
     pool = PagePool(1 + sum(-(-len(prompt) // page_size) for prompt in chosen), page_size)
-    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=most, max_model_len=most, reserved_tokens=0)
+    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=most, max_model_len=most, reserve=0)
     for i, prompt in enumerate(chosen):
         scheduler.add(Request(str(i), prompt, SAMPLING, 0, frozenset(), 64))
     plan = scheduler.schedule()

@@ -153,7 +153,7 @@ class Workload:
     cuts: bool  # whether steps leave a third of their tokens to the next one
     prefix_caching: bool
     window: int | None
-    reserved_tokens: int
+    reserve: float
     swap_pages: int
     disk_pages: int
     costs: SwapCosts
@@ -211,7 +211,7 @@ def draw_workload(integer: Callable[[int, int], int]) -> Workload:
         cuts=chance(30),
         prefix_caching=with_swap or chance(60),
         window=integer(1, 2 * page_size) if chance(25) else None,
-        reserved_tokens=8 if chance(20) else 0,
+        reserve=0.2 if chance(20) else 0,
         swap_pages=integer(1, 3 if chance(40) else 12) if with_swap else 0,
         disk_pages=integer(1, 12) if with_swap and chance(60) else 0,
         costs=costs,
@@ -347,7 +347,7 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
         step_size=(lambda num_tokens: -(-2 * num_tokens // 3)) if workload.cuts else None,
         prefix_caching=workload.prefix_caching,
         sliding_window=workload.window,
-        reserved_tokens=workload.reserved_tokens,
+        reserve=workload.reserve,
     )
     buckets = Buckets.make(*limits, workload.page_size)
     num_places = workload.swap_pages + workload.disk_pages

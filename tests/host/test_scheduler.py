@@ -17,7 +17,7 @@ def make_scheduler(num_pages=100, page_size=4, max_num_seqs=8, max_num_batched_t
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         prefix_caching=False,  # what it does: test_sharing.py
-        reserved_tokens=0,  # nothing but what is counted here
+        reserve=0,
     )
 
 

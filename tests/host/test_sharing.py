@@ -18,7 +18,7 @@ def make_scheduler(num_pages=100, max_num_seqs=8, max_num_batched_tokens=64, pre
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=32,
         prefix_caching=prefix_caching,
-        reserved_tokens=0,
+        reserve=0,
     )
 
 

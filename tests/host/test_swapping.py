@@ -23,7 +23,7 @@ def make_scheduler(num_pages=8, max_num_seqs=8, swap_space=None, max_model_len=3
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         max_model_len=max_model_len,
-        **{"reserved_tokens": 0} | options,
+        **{"reserve": 0} | options,
     )
 
 
@@ -357,8 +357,8 @@ def test_a_fork_does_not_begin_behind_its_window():
 
 
 def test_a_request_starts_only_where_those_that_run_have_room_to_go_on():
-    for reserved_tokens, starts in ((8, False), (0, True)):
-        scheduler = make_scheduler(num_pages=8, reserved_tokens=reserved_tokens)
+    for reserve, starts in ((0.25, False), (0, True)):
+        scheduler = make_scheduler(num_pages=8, reserve=reserve)
         add(scheduler, "old", range(12))
         step(scheduler)
         add(scheduler, "new", range(20, 36))
