@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import engine_support as support
+import numpy as np
+import pytest
 
 from jpaged.engine.engine import Engine
+from jpaged.engine.outputs import CompletionOutput
 from jpaged.host.sampling_params import SamplingParams
 
 VOCAB_SIZE = 320
@@ -105,12 +108,11 @@ def engine(shape: int) -> Engine:
 
 
 @functools.cache
-def alone(prompt: tuple[int, ...], sampling: SamplingParams, index: int) -> tuple[list[int], str, int | str | None]:
-    """One sample of a request by itself, in a large pool: tokens, finish reason, stop reason."""
+def alone(prompt: tuple[int, ...], sampling: SamplingParams, index: int) -> tuple[CompletionOutput, list[float]]:
+    """One sample of a request by itself, in a large pool, and its log-probabilities."""
     output = support.serve(engine(0), [list(prompt)], sampling)[0]
     assert output.num_preemptions == 0
-    sample = output.outputs[index]
-    return sample.token_ids, sample.finish_reason, sample.stop_reason
+    return output.outputs[index], output.outputs[index].logprobs or []
 
 
 @functools.cache
@@ -173,12 +175,15 @@ def run(workload: Workload, served_by: Engine | None = None) -> int:
     for name, output in (partial | finished).items():
         arrival = workload.arrivals[int(name)]
         for sample in output.outputs:
-            expected, finish_reason, stop_reason = alone(arrival.prompt, arrival.sampling, sample.index)
+            expected, logprobs = alone(arrival.prompt, arrival.sampling, sample.index)
+            length = len(sample.token_ids)
             if name in finished:
-                assert sample.token_ids == expected, f"request {name} has other tokens than alone"
-                assert (sample.finish_reason, sample.stop_reason) == (finish_reason, stop_reason)
+                assert sample.token_ids == expected.token_ids, f"request {name} has other tokens than alone"
+                assert (sample.finish_reason, sample.stop_reason) == (expected.finish_reason, expected.stop_reason)
+                assert sample.score == pytest.approx(expected.score, abs=1e-4)
             else:
-                assert sample.token_ids == expected[: len(sample.token_ids)], f"request {name} went another way"
+                assert sample.token_ids == expected.token_ids[:length], f"request {name} went another way"
+            np.testing.assert_allclose(sample.logprobs or [], logprobs[:length], atol=1e-5, rtol=0)
     support.assert_idle(served_by)
     return served_by.stats.num_preemptions - before
 
