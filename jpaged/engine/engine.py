@@ -228,6 +228,11 @@ class Engine:
             outputs = {output.request_id: output for output in self._outputs(gained)}
             output = outputs.pop(request_id, None) if request_id else None
             self._ready += outputs.values()
+            # Last: what an interruption has left here is told of by `_start_over`.
+            for name in (*outputs, request_id):
+                group = self._groups.get(name) if name is not None else None
+                if group is not None and not group.num_unfinished:
+                    del self._groups[group.request_id]
         except BaseException:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
             raise
@@ -249,6 +254,17 @@ class Engine:
         if self._swap_store is not None:
             self._swap_store.clear()
         self._kv_pages = ()  # made again with the next step: here that could fail too
+        told = {output.request_id for output in self._ready if output.finished}
+        for group in list(self._groups.values()):
+            if group.request_id not in told:
+                group.start_over(self._scheduler, self._detokenizer)
+                if group.num_unfinished:
+                    continue
+                self._ready.append(group.output())
+            del self._groups[group.request_id]
+        samples = [sample for group in self._groups.values() for sample in group.samples]
+        unfinished = [sample for sample in samples if sample.request.status is not RequestStatus.FINISHED]
+        self._samples = {sample.request.request_id: sample for sample in unfinished}
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""
@@ -352,8 +368,6 @@ class Engine:
             if request.finish_reason is not None:
                 del self._samples[request.request_id]
                 group.num_unfinished -= 1
-                if not group.num_unfinished:
-                    del self._groups[group.request_id]
         for group in searches.values():
             if self._branch(group):
                 groups[group.request_id] = group
@@ -365,9 +379,7 @@ class Engine:
         ended = group.branch(self._scheduler, self._detokenizer)
         for name in before:
             del self._samples[name]
-        if ended:
-            del self._groups[group.request_id]
-        else:
+        if not ended:
             self._samples |= {sample.request.request_id: sample for sample in group.samples}
         return ended
 

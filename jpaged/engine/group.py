@@ -114,6 +114,30 @@ class Group:
         self.samples = [Sample(beam, None, index, self) for index, beam in enumerate(beams)]
         return False
 
+    def start_over(self, scheduler: Scheduler, detokenizer_of: Callable[[Request], Detokenizer | None]) -> None:
+        """Goes on after an interruption, which may have left anything here half written: samples from the tokens that
+        they have, a search from its prompt."""
+        if self.beams is not None:
+            first = self.samples[0].request
+            if self.first_order is None:
+                self.first_order = first.order
+            scheduler.end_family(first.family)
+            beam = first.like(f"{self.request_id}/0", num_preemptions=first.num_preemptions)
+            self.beams = BeamSearch(beam.sampling, beam.ending_ids, beam.max_tokens)
+            self.samples = [Sample(beam, detokenizer_of(beam), 0, self)]
+            scheduler.add(beam, order=self.first_order)
+            self.num_unfinished = 1
+            return
+        for sample in self.samples:
+            request, detokenizer = sample.request, detokenizer_of(sample.request)
+            sample.detokenizer = detokenizer
+            if detokenizer is not None:
+                if detokenizer.stop_hit is not None:
+                    scheduler.finish(request, "stop", detokenizer.stop_hit)
+                elif request.finish_reason is not None:
+                    detokenizer.finish()
+        self.num_unfinished = sum(sample.request.finish_reason is None for sample in self.samples)
+
     def _found(self, first: Request, found: Found, detokenizer_of: Callable) -> Sample:
         """What the search has found, as a sample that has ended."""
         request = first.like(

@@ -130,7 +130,9 @@ def _on_disk(shape: Sequence[int], dtype: Any, directory: str | None) -> np.ndar
     where = directory or tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=where) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would kill the process as it writes
+            if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process as it writes
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
             return np.memmap(file, dtype, "r+", shape=tuple(shape))
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", error)

@@ -199,6 +199,12 @@ class Request:
         self.output_logprobs.append(logprob)
         self.token_times.append(now)
 
+    def drop_half_token(self) -> None:
+        """Takes back a token that an interruption has left without its log-probability or its time."""
+        kept = min(len(self.output_token_ids), len(self.output_logprobs), len(self.token_times))
+        for values in (self.output_token_ids, self.output_logprobs, self.token_times):
+            del values[kept:]
+
     def num_left(self, max_model_len: int) -> int:
         """Tokens that may still follow, if none ends the text."""
         num_outputs = len(self.output_token_ids)

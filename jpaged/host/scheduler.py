@@ -316,26 +316,38 @@ class Scheduler:
         place = self._place_of(request)
         if request in place:  # or it was interrupted on its way there
             place.remove(request)
-        del self._requests[request.request_id]
-        self._num_beams -= request.is_beam
         self._tables.give_back(request)
         request.status = RequestStatus.FINISHED
         self._release_forks(request)  # they begin on their own
         request.finish_time = perf_counter()
+        self._num_beams -= request.is_beam
+        del self._requests[request.request_id]  # last: `start_over` ends what an interruption left here
 
     def start_over(self) -> None:
         """Every running request gives back its pages and waits to compute its tokens again. Trusts no account but the
         list of unfinished requests: the others may have been left half written by an interruption."""
         self._tables.clear()
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             if request.status is RequestStatus.RUNNING:
                 request.num_preemptions += 1
                 self.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.drop_pages()
             request.parent, request.forks = None, []
+            if not request.is_beam and request.finish_reason is None and request.output_token_ids:
+                request.drop_half_token()
+                if request.output_token_ids:
+                    request.finish_reason, request.stop_reason = request.end(self.max_model_len) or (None, None)
+            if request.finish_reason is not None:  # it was about to end
+                request.status, request.finish_time = RequestStatus.FINISHED, perf_counter()
+                del self._requests[request.request_id]
         self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ORDER)
         self._num_beams = sum(request.is_beam for request in self.waiting)
+
+    def end_family(self, family: str | None) -> None:
+        """Aborts whatever is unfinished of a family."""
+        for request in [one for one in self._requests.values() if one.family == family]:
+            self.finish(request, "abort")
 
     def forget(self) -> None:
         """Empties the prefix cache, as the weights are others now. What is running goes on with the KV it has."""

@@ -76,7 +76,7 @@ def test_beams_are_the_same_beside_others_and_in_little_memory(large, other, num
             assert_same([a], [b])
     preemptions = other.stats.num_preemptions - before
     assert sum(output.num_preemptions for output in found) == preemptions
-    assert (preemptions > 0) == (num_pages < 35)
+    assert (preemptions > 0) == (num_pages < 30)
     support.assert_idle(other)
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from jpaged.engine.compile import CompiledSteps
 from jpaged.engine.engine import Engine
+from jpaged.engine.group import Group
+from jpaged.host.beam_search import BeamSearch
+from jpaged.host.page_tables import PageTables
+from jpaged.host.request import Request
 from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.scheduler import Scheduler
 
 pytestmark = pytest.mark.xdist_group("engine")
 
@@ -72,6 +77,11 @@ def test_the_synchronous_loop_gives_the_same_tokens_in_the_same_steps_of_the_dev
     assert started.count(2) == 0
 
 
+@pytest.fixture(scope="module")
+def searching():
+    return support.build(support.tiny("llama"), max_num_beams=3)
+
+
 class Interrupt:
     """Raises at a call of a function: before it, or after it has done its work and its result is lost."""
 
@@ -104,18 +114,53 @@ def test_after_an_interruption_anywhere_the_engine_goes_on_with_the_right_tokens
         owner, name = getattr(engine, place.split(".")[0]), place.split(".")[1]
     if place == "_make_kv_pages":  # it is called after an error
         engine._start_over()
-    for prompt in prompts:
-        engine.add_request(prompt, support.GREEDY)
+    ids = [engine.add_request(prompt, support.GREEDY) for prompt in prompts]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Interrupt(getattr(owner, name), at, after))
         try:
             support.finish(engine)
         except KeyboardInterrupt:
             pass
-    for request_id in list(engine._groups):  # as `generate` does
+    for request_id in ids:  # as `generate` does
         engine.abort(request_id)
     support.assert_idle(engine)
     assert support.tokens(support.serve(engine, prompts)) == expected
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Request, "end"),
+        (Scheduler, "finish"),
+        (PageTables, "give_back"),
+        (PageTables, "publish"),
+        (BeamSearch, "advance"),
+        (Scheduler, "branch"),
+        (Group, "output"),
+        (Engine, "_record"),
+    ],
+)
+def test_requests_that_an_interruption_met_go_on_and_all_are_told_of(searching, monkeypatch, owner, name, at, after):
+    sampled = SamplingParams(temperature=1, seed=3, n=2, max_tokens=12, ignore_eos=True)
+    beams = SamplingParams(temperature=0, num_beams=3, n=3, max_tokens=12)
+    asked = [([7] * 20, support.GREEDY), ([8, 9], sampled), ([11] * 5, beams)]
+    expected = support.tokens(support.serve(searching, *zip(*asked, strict=True)))
+    ids = [searching.add_request(*one) for one in asked]
+    finished = {}
+    with monkeypatch.context() as patch:
+        interrupt = Interrupt(getattr(owner, name), at, after)
+        patch.setattr(owner, name, lambda *args: interrupt(*args))
+        while searching.has_unfinished_requests():
+            try:
+                finished |= {output.request_id: output for output in searching.step() if output.finished}
+            except KeyboardInterrupt:
+                continue
+    assert interrupt.left <= 0
+    assert finished.keys() == set(ids)
+    assert support.tokens([finished[request_id] for request_id in ids]) == expected
+    support.assert_idle(searching)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
