@@ -160,8 +160,8 @@ class Scheduler:
             rows = [row for row in rows if row[0].status is running]
             budget = self.max_num_batched_tokens - sum(num_tokens for _, _, num_tokens in rows)
 
-        # Then the waiting ones, strictly in order. All its present tokens must find free pages, or a request would
-        # start only to be preempted; they are not reserved, so nothing is held for tokens that don't exist yet. One
+        # Then the waiting ones, strictly in order. All its present tokens must find free pages, with some to spare for
+        # those that run, or a request would start only to be preempted. Nothing is held for its tokens to come. One
         # whose prompt is just being computed for another waits until it can be found.
         copies_to_come = 0
         computing: set[bytes | None] = set()
