@@ -260,7 +260,8 @@ class Engine:
                 group.start_over(self._scheduler, self._detokenizer)
                 if group.num_unfinished:
                     continue
-                self._ready.append(group.output())
+                if not group.was_aborted:
+                    self._ready.append(group.output())
             del self._groups[group.request_id]
         samples = [sample for group in self._groups.values() for sample in group.samples]
         unfinished = [sample for sample in samples if sample.request.status is not RequestStatus.FINISHED]

@@ -49,6 +49,10 @@ class Group:
         """Whether its outputs are of use before all have ended: which samples are returned is known from the start."""
         return self.beams is None and len(self.samples) == self.num_returned
 
+    @property
+    def was_aborted(self) -> bool:
+        return any(sample.request.finish_reason == "abort" for sample in self.samples)
+
     def to_fork(self, n: int, index: int) -> Request:
         """The sample of this index, if it can be forked into `n`; or raises ValueError."""
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_N:
