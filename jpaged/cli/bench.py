@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from jpaged import __version__
 from jpaged.cli.bench_memory import json_option, memory
 from jpaged.cli.options import OpenedEngine, engine_options, open_engine
 
@@ -87,24 +85,11 @@ def measure(mode: Any, workload: str, names: tuple[str, ...], rounds: int, json_
 def report(
     mode: str, model: str, opened: OpenedEngine, measured: dict[str, list[Round]], medians: dict[str, Round]
 ) -> dict[str, Any]:
-    import jax
-
-    return {
-        "mode": mode,
-        "model": model,
-        "jpaged": __version__,
-        "jax": jax.__version__,
-        "platform": platform.platform(),
-        "devices": [device.device_kind for device in jax.devices()],
-        "dtype": opened.dtype,
-        "engine": opened.settings,
-        "load_seconds": opened.load_seconds,
-        "warm_up_seconds": opened.warm_up_seconds,
-        "workloads": {
-            name: {"median": medians[name].as_dict(), "rounds": [one.as_dict() for one in measured[name]]}
-            for name in medians
-        },
+    workloads = {
+        name: {"median": medians[name].as_dict(), "rounds": [one.as_dict() for one in measured[name]]}
+        for name in medians
     }
+    return opened.describe(mode, model) | {"workloads": workloads}
 
 
 def print_table(mode: str, model: str, opened: OpenedEngine, medians: dict[str, Round]) -> None:

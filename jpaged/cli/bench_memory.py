@@ -131,20 +131,7 @@ def measure(model: str, seed: int, rounds: int, json_file: str | None) -> None:
         )
     print_run(model, opened, found)
     if json_file:
-        import jax
-
-        head = {
-            "mode": "memory run",
-            "model": model,
-            "jpaged": __version__,
-            "jax": jax.__version__,
-            "platform": platform.platform(),
-            "devices": [device.device_kind for device in jax.devices()],
-            "dtype": opened.dtype,
-            "engine": opened.settings,
-            "load_seconds": opened.load_seconds,
-            "warm_up_seconds": opened.warm_up_seconds,
-        }
+        head = opened.describe("memory run", model)
         Path(json_file).write_text(json.dumps(head | found.as_dict(), indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 
+from jpaged import __version__
 from jpaged.small_model import NAME as SMALL_MODEL
 from jpaged.small_model import small_model_path
 
@@ -237,6 +239,23 @@ class OpenedEngine:
     settings: dict[str, Any]
     load_seconds: float
     warm_up_seconds: float
+
+    def describe(self, mode: str, model: str) -> dict[str, Any]:
+        """What a file of measurements begins with."""
+        import jax
+
+        return {
+            "mode": mode,
+            "model": model,
+            "jpaged": __version__,
+            "jax": jax.__version__,
+            "platform": platform.platform(),
+            "devices": [device.device_kind for device in jax.devices()],
+            "dtype": self.dtype,
+            "engine": self.settings,
+            "load_seconds": self.load_seconds,
+            "warm_up_seconds": self.warm_up_seconds,
+        }
 
 
 def open_engine(options: dict[str, Any], **defaults: Any) -> OpenedEngine:
