@@ -49,7 +49,7 @@ class Host:
         if plan is None:
             return None
         times.append(thread_time())
-        batch, rows = pack(plan.rows, self.buckets, VOCAB_SIZE)
+        batch, rows = pack(plan.rows, self.scheduler.rows, self.buckets, VOCAB_SIZE, decoding=plan.decoding)
         times.append(thread_time())
         sampled = np.full(len(batch.context_lens), 7, np.int32)
         logprobs = np.full(len(batch.context_lens), -1.5, np.float32)

@@ -273,8 +273,10 @@ class Engine:
             return None
         batch, rows = pack(
             plan.rows,
+            self._scheduler.rows,
             self._buckets,
             self.model_config.vocab_size,
+            decoding=plan.decoding,
             with_rope_lens=self._limits.with_rope_lens,
             with_targets=self.config.prompt_logprobs,
             ahead=token_ids is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
+from .decode_rows import DecodeRows
 from .page_pool import PagePool
 from .request import Request, RequestStatus
 
@@ -33,9 +34,11 @@ def check_accounts(
     running: Sequence[Request],
     waiting: Sequence[Request],
     requests: dict[str, Request],
-    pages_per_seq: int,
+    decode_rows: DecodeRows,
 ) -> None:
-    """Asserts that the pool and the requests agree about every page. `requests`: all that are unfinished."""
+    """Asserts that the pool and the requests agree about every page, and the rows that decode with both. `requests`:
+    all that are unfinished."""
+    decode_rows.check(running)
     pool.check(request.page_ids[request.num_dropped_pages :] for request in running)
     for request in running:
         num_pages, num_computed = len(request.page_ids), request.num_computed_tokens
@@ -44,7 +47,7 @@ def check_accounts(
         assert num_computed <= num_pages * pool.page_size, f"{request.request_id} has outgrown its pages"
         assert request.num_shared_tokens <= num_computed + 1, f"{request.request_id} knows nothing of its KV"
         assert request.block_table is not None
-        assert request.block_table.tolist() == request.page_ids + [0] * (pages_per_seq - num_pages)
+        assert request.block_table.tolist() == request.page_ids + [0] * (len(request.block_table) - num_pages)
         assert not (request.forks and request.has_computed_prompt), f"{request.request_id} holds up its forks"
     attached = [fork for request in requests.values() for fork in request.forks]
     for request in [*waiting, *attached]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from .batch_plan import Row
-from .request import Request
+from .decode_rows import DecodeStep
+from .row_table import SAMPLING_FIELDS, SAMPLING_ROW, RowTable
 from .sampling_params import MAX_BANNED_IDS
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
-SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
-FLOAT32 = np.finfo(np.float32)
 MIN_MIXED_TOKENS = 16
 STEP_COST = 32  # in tokens: about the time in which a step reads the weights
 FEW_SEQS, FEW_TOKENS = 8, 512  # where so few tokens are computed, scores over the vocabulary for all rows would show
@@ -124,9 +121,11 @@ class Buckets(NamedTuple):
 
 def pack(
     rows: Sequence[Row],
+    table: RowTable,
     buckets: Buckets,
     vocab_size: int,
     *,
+    decoding: DecodeStep | None = None,
     with_rope_lens: bool = False,
     with_targets: bool = False,
     ahead: bool = False,
@@ -136,18 +135,20 @@ def pack(
     `ahead`: a decode step whose tokens the step before has not delivered yet; the caller puts them in.
     The arrays are fresh: the device may still read those of earlier steps.
     """
-    num_seqs, num_tokens = len(rows), sum([num_tokens for _, _, num_tokens in rows])
-    rows = list(rows) if num_tokens == num_seqs else sorted(rows, key=_has_more_than_one_token)
-    requests = [request for request, _, _ in rows]
-    starts = np.array([start for _, start, _ in rows], np.int32)
-    lens = np.ones(num_seqs, np.int32)
-    if num_tokens > num_seqs:
-        lens[:] = [num_tokens for _, _, num_tokens in rows]
-    ends = starts + lens
-    decodes = ahead or num_tokens == num_seqs
-    if decodes and not ahead:
-        totals = [request.num_prompt_tokens + len(request.output_token_ids) for request in requests]
-        decodes = bool((ends == totals).all())
+    num_known = 0 if decoding is None else len(decoding.starts)
+    others = sorted(rows[num_known:], key=_has_more_than_one_token)
+    rows = [*rows[:num_known], *others]
+    in_table = np.array([request.row for request, _, _ in others], np.intp)
+    starts = np.array([start for _, start, _ in others], np.int32)
+    lens = np.array([num_tokens for _, _, num_tokens in others], np.int32)
+    reach = np.array([request.num_tokens for request, _, _ in others], np.int32)
+    shared = np.array([request.num_shared_tokens for request, _, _ in others], np.int32)
+    decodes = ahead or bool(np.all(lens == 1) and np.all(starts + 1 == reach))
+    if decoding is not None:
+        in_table = np.concatenate([decoding.in_table, in_table])
+        starts = np.concatenate([decoding.starts, starts])
+        lens = np.concatenate([np.ones(num_known, np.int32), lens])
+    num_seqs, num_tokens, ends = len(rows), int(lens.sum()), starts + lens
     if decodes:
         batch_tokens = batch_rows = buckets.decode_rows(num_seqs)
     else:
@@ -155,12 +156,10 @@ def pack(
 
     block_tables = np.zeros((batch_rows, buckets.pages_per_seq), np.int32)
     most_pages = -(-int(ends.max()) // buckets.page_size)
-    tables = cast(list[np.ndarray], [request.block_table for request in requests])
     if 2 * most_pages > buckets.pages_per_seq:
-        np.concatenate(tables, out=block_tables[:num_seqs].reshape(-1))
+        np.take(table.block_tables, in_table, axis=0, out=block_tables[:num_seqs], mode="clip")
     else:  # what takes the time is to write memory that was not there before
-        filled = np.concatenate([table[:most_pages] for table in tables])
-        block_tables[:num_seqs, :most_pages] = filled.reshape(num_seqs, most_pages)
+        block_tables[:num_seqs, :most_pages] = table.block_tables[in_table, :most_pages]
     context_lens = np.zeros(batch_rows, np.int32)
     context_lens[:num_seqs] = ends
     query_starts = np.full(batch_rows + 1, num_tokens, np.int32)
@@ -169,21 +168,25 @@ def pack(
 
     token_ids, positions, slot_mapping = np.zeros((3, batch_tokens), np.int32)
     if not ahead:
-        token_ids[:num_tokens] = _last_tokens(requests) if decodes else _token_ids(rows)
+        if decoding is not None:
+            assert decoding.token_ids is not None
+            token_ids[:num_known] = decoding.token_ids
+        token_ids[num_known:num_tokens] = _token_ids(others)
     row_of_token = np.repeat(np.arange(num_seqs), lens)
     position = np.arange(num_tokens, dtype=np.int32) + (starts - query_starts[:num_seqs])[row_of_token]
     page, offset = np.divmod(position, buckets.page_size)
     positions[:num_tokens] = position
     slot_mapping[:num_tokens] = block_tables[row_of_token, page] * buckets.page_size + offset
-    shared = np.array([request.num_shared_tokens for request in requests], np.int32)
-    if np.any(shared > starts):  # the KV of a token that is computed once more is there, maybe in a page of others
+    # The KV of a token that is computed once more is there, maybe in a page of others.
+    if np.any(shared > starts[num_known:]):
+        shared = np.concatenate([np.zeros(num_known, np.int32), shared])
         slot_mapping[:num_tokens][position < shared[row_of_token]] = 0
 
     rope_lens = None
     if with_rope_lens:
         # A prompt is computed as a whole, whatever chunks it comes in, and its output token by token.
         rope_lens = np.zeros(batch_tokens, np.int32)
-        prompt_lens = np.array([request.num_prompt_tokens for request in requests], np.int32)
+        prompt_lens = np.array([request.num_prompt_tokens for request, _, _ in rows], np.int32)
         rope_lens[:num_tokens] = np.maximum(position + 1, prompt_lens[row_of_token])
     return (
         Batch(
@@ -193,7 +196,7 @@ def pack(
             block_tables,
             context_lens,
             None if decodes else query_starts,
-            _pack_sampling(requests, batch_rows, vocab_size, ahead),
+            _pack_sampling(rows, in_table, table, batch_rows, vocab_size, ahead),
             rope_lens,
             _targets(rows, query_starts, batch_tokens) if with_targets and not decodes else None,
         ),
@@ -206,10 +209,6 @@ def pack_copies(page_copies: Sequence[tuple[int, int]], buckets: Buckets) -> np.
     packed = np.zeros((buckets.copies[bisect_left(buckets.copies, len(page_copies))], 2), np.int32)
     packed[: len(page_copies)] = page_copies
     return packed
-
-
-def _last_tokens(requests: Sequence[Request]) -> list[int]:
-    return [(request.output_token_ids or request.prompt_token_ids)[-1] for request in requests]
 
 
 def _token_ids(rows: list[Row]) -> list[int]:
@@ -229,34 +228,19 @@ def _targets(rows: list[Row], query_starts: np.ndarray, batch_tokens: int) -> np
     return targets
 
 
-def _pack_sampling(requests: list[Request], batch_rows: int, vocab_size: int, ahead: bool) -> SamplingBatch:
-    # Joining bytes is an order of magnitude cheaper than building five arrays from five lists of numbers.
-    table = np.zeros(batch_rows, SAMPLING_ROW)
-    table["top_p"] = 1
-    packed = b"".join([request.sampling_row or _pack_sampling_row(request) for request in requests])
-    table[: len(requests)] = np.frombuffer(packed, SAMPLING_ROW)
+def _pack_sampling(
+    rows: list[Row], in_table: np.ndarray, table: RowTable, batch_rows: int, vocab_size: int, ahead: bool
+) -> SamplingBatch:
+    sampling = np.zeros(batch_rows, SAMPLING_ROW)
+    sampling["top_p"] = 1
+    sampling[: len(rows)] = table.sampling[in_table]
     banned_ids = np.full((batch_rows, MAX_BANNED_IDS), vocab_size, np.int32)
-    for row, request in enumerate(requests):
-        if request.sampling.min_tokens and len(request.output_token_ids) + ahead < request.sampling.min_tokens:
+    for row in table.min_tokens[in_table].nonzero()[0].tolist():
+        request = rows[row][0]
+        if len(request.output_token_ids) + ahead < request.sampling.min_tokens:
             banned_ids[row, : len(request.ending_ids)] = sorted(request.ending_ids)
-    temperature, top_k, top_p, min_p, seed = (np.ascontiguousarray(table[name]) for name in SAMPLING_FIELDS)
+    temperature, top_k, top_p, min_p, seed = (np.ascontiguousarray(sampling[name]) for name in SAMPLING_FIELDS)
     return SamplingBatch(temperature, top_k, top_p, min_p, seed, banned_ids)
-
-
-def _pack_sampling_row(request: Request) -> bytes:
-    """The request's constant part of `SamplingBatch`, kept in it; what 32 bits can't tell is clamped, not rounded to
-    a value with another meaning (a tiny top_p to 0, a huge temperature to infinity)."""
-    sampling = request.sampling
-    request.sampling_row = struct.pack(
-        "<fiffII",
-        min(sampling.temperature, float(FLOAT32.max)),
-        min(max(sampling.top_k, 0), 2**31 - 1),
-        max(sampling.top_p, float(FLOAT32.tiny)),
-        sampling.min_p,
-        request.seed >> 32 & 0xFFFFFFFF,
-        request.seed & 0xFFFFFFFF,
-    )
-    return request.sampling_row
 
 
 def _has_more_than_one_token(row: Row) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .decode_rows import DecodeStep
 from .request import Request
 from .swap_space import NO_MOVES, Moves
 
@@ -19,3 +20,4 @@ class BatchPlan(NamedTuple):
     page_copies: list[tuple[int, int]]
     # Between the pool and the swap space: what goes out before the copies are made, and what comes in after that.
     moves: Moves = NO_MOVES
+    decoding: DecodeStep | None = None  # what is known of the first rows

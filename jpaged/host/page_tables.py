@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from .page_pool import NULL_PAGE, PagePool
 from .request import Request, RequestStatus
+from .row_table import RowTable
 
 
 class Found(NamedTuple):
@@ -27,11 +30,9 @@ class PageTables:
     Pages that no token to come can see (`sliding_window`) are given back: a request holds the null page in their place.
     """
 
-    def __init__(
-        self, pool: PagePool, pages_per_seq: int, prefix_caching: bool = True, sliding_window: int | None = None
-    ):
+    def __init__(self, pool: PagePool, rows: RowTable, prefix_caching: bool = True, sliding_window: int | None = None):
         self.pool = pool
-        self.pages_per_seq = pages_per_seq
+        self.rows = rows
         self.num_cached_tokens = 0  # that were not computed, as their KV was there
         self._copies: dict[int, int] = {}  # targets to sources, of the step that is being planned
         self._prefix_caching = prefix_caching
@@ -53,8 +54,10 @@ class PageTables:
         predicts."""
         swap_space, page_size, num_shared = self.pool.swap_space, self.pool.page_size, found.num_tokens
         self.pool.fork(found.page_ids)
+        if request.block_table is None:
+            self.rows.take(request)
         request.num_dropped_pages += sum(page_id == NULL_PAGE for page_id in found.page_ids)
-        request.add_pages(found.page_ids, self.pages_per_seq)
+        request.add_pages(found.page_ids)
         if found.keys:
             assert swap_space is not None
             places = swap_space.places_of(found.keys)
@@ -62,7 +65,7 @@ class PageTables:
             for page_id, key, place in zip(page_ids, found.keys, places, strict=False):
                 swap_space.swap_in(place, page_id)
                 self.pool.publish(page_id, key)
-            request.add_pages(page_ids, self.pages_per_seq)
+            request.add_pages(page_ids)
             request.num_swapped_pages += len(page_ids)
             num_shared -= (len(places) - len(page_ids)) * page_size
         computed = request.num_computed_tokens
@@ -123,12 +126,13 @@ class PageTables:
             return False
         page_ids = self.pool.acquire(missing - (index is not None))
         assert page_ids is not None
-        request.add_pages(page_ids, self.pages_per_seq)
+        request.add_pages(page_ids)
         return True
 
     def give_back(self, request: Request) -> None:
         """Takes a request's pages from it, and what this step was to bring into those that nobody else holds."""
         page_ids = request.drop_pages()
+        self.rows.give_back(request)
         self.pool.release(page_ids)
         for page_id in page_ids:
             if page_id in self._copies and not self.pool.is_held(page_id):
@@ -142,6 +146,7 @@ class PageTables:
     def clear(self) -> None:
         """Takes all pages back, whoever holds them."""
         self.pool.clear()
+        self.rows.clear()
         self._copies.clear()
 
     def follow(self, request: Request, parent: Request) -> None:
@@ -149,7 +154,7 @@ class PageTables:
         self.pool.fork(parent.page_ids)
         self.pool.release(request.drop_pages())
         request.num_dropped_pages = parent.num_dropped_pages
-        request.add_pages(parent.page_ids, self.pages_per_seq)
+        request.add_pages(parent.page_ids)
         request.num_computed_tokens = parent.num_computed_tokens
         request.num_published_pages = parent.num_published_pages
         request.is_stale = parent.is_stale
@@ -215,6 +220,11 @@ class PageTables:
         if last > first:
             self.pool.release([request.replace_page(index, NULL_PAGE) for index in range(first, last)])
             request.num_dropped_pages = last
+
+    def goes_out_of_sight(self, positions: np.ndarray) -> list[int]:
+        """For which of these positions a page goes out of sight that the one before saw: indices."""
+        assert self._sliding_window is not None
+        return ((positions - self._sliding_window + 1) % self.pool.page_size == 0).nonzero()[0].tolist()
 
     def _num_out_of_sight(self, position: int) -> int:
         """Pages at the front of which the token at a position sees none."""

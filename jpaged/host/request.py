@@ -88,8 +88,9 @@ class Request:
     order: int = -1  # of arrival, which the scheduler counts
     forks: list[Request] = field(default_factory=list)  # those that wait for its prompt to be computed
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, as far as anybody asked
-    block_table: np.ndarray | None = None  # `page_ids` as a padded int32 row, kept so that packing only copies it
-    sampling_row: bytes = b""  # the row of `SamplingBatch`, filled by the first pack
+    decodes: bool = False  # it is one of the `DecodeRows`
+    row: int = -1  # of `RowTable`, while it runs
+    block_table: np.ndarray | None = None  # that row of the block tables: `page_ids`, padded
 
     def __post_init__(self):
         if not self.prompt_token_ids:
@@ -157,16 +158,17 @@ class Request:
             keys.append(blake2b(before + tokens, digest_size=16).digest())
         return keys[page]
 
-    def add_pages(self, page_ids: Sequence[int], pages_per_seq: int) -> None:
-        if self.block_table is None:
-            self.block_table = np.zeros(pages_per_seq, np.int32)
+    def add_pages(self, page_ids: Sequence[int]) -> None:
+        assert self.block_table is not None
         held = len(self.page_ids)
         self.block_table[held : held + len(page_ids)] = page_ids
         self.page_ids += page_ids
 
     def drop_pages(self) -> list[int]:
         """Forgets its pages and what was computed into them; returns them, for the pool."""
-        page_ids, self.page_ids, self.block_table = self.page_ids, [], None
+        page_ids, self.page_ids = self.page_ids, []
+        if self.block_table is not None:
+            self.block_table[: len(page_ids)] = 0
         self.num_computed_tokens = self.num_shared_tokens = self.num_published_pages = self.num_dropped_pages = 0
         self.is_stale = self.shares_tail = False
         return page_ids

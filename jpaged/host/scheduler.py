@@ -12,9 +12,11 @@ import numpy as np
 from .accounts import BY_ORDER, check_accounts, num_held_tokens
 from .batch_plan import BatchPlan, Row
 from .beam_search import Branch
+from .decode_rows import DecodeRows, DecodeStep
 from .page_pool import PagePool
 from .page_tables import Found, PageTables
 from .request import Request, RequestStatus
+from .row_table import RowTable
 from .swap_space import NO_MOVES
 
 PRIORITY_PLACES = 1000  # that a request moves back in the order of arrival for each number of its priority
@@ -68,8 +70,10 @@ class Scheduler:
         # Pages kept free for those that run when another is started, which would soon be stopped again otherwise.
         self._num_reserved = int(reserve * (pool.num_pages - 1))
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
-        self._tables = PageTables(pool, pages_per_seq, prefix_caching, sliding_window)
+        self.rows = RowTable(max_num_seqs, pages_per_seq)
+        self._tables = PageTables(pool, self.rows, prefix_caching, sliding_window)
         self.running: list[Request] = []
+        self._decode_rows = DecodeRows()  # those of them that are not to be looked at one by one
         self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
@@ -132,13 +136,14 @@ class Scheduler:
         """Shares out a step's tokens; None if there is nothing to do."""
         if self.waiting:
             self._make_way()
-        rows, budget, preemptions_before = [], self.max_num_batched_tokens, self.num_preemptions
-        page_size = self.pool.page_size
+        preemptions_before, page_size = self.num_preemptions, self.pool.page_size
+        rows, decoding = self._decode()
+        budget = self.max_num_batched_tokens - len(rows)
 
-        # Every running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt, a
-        # chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
+        # Every other running request, oldest first, gets its missing tokens as far as the budget goes: a whole prompt,
+        # a chunk of one, or the one token drawn last. Where pages run out, the last come makes room, maybe for itself.
         running = RequestStatus.RUNNING
-        for request in list(self.running):
+        for request in self._others(len(rows)):
             if not budget or request.status is not running:
                 break  # once preempted, as are all that came after it
             start = request.num_computed_tokens
@@ -157,7 +162,7 @@ class Scheduler:
             rows.append((request, start, num_tokens))
             budget -= num_tokens
         if self.num_preemptions > preemptions_before:  # with the last, those of its family that had rows
-            rows = [row for row in rows if row[0].status is running]
+            rows, decoding = [row for row in rows if row[0].status is running], None
             budget = self.max_num_batched_tokens - sum(num_tokens for _, _, num_tokens in rows)
 
         # Then the waiting ones, strictly in order. All its present tokens must find free pages, with some to spare for
@@ -202,32 +207,29 @@ class Scheduler:
         num_tokens = self.max_num_batched_tokens - budget
         if self._step_size is not None and num_tokens > len(rows):
             rows, num_tokens = self._cut(rows, num_tokens)
-        return self._plan(rows, num_tokens) if rows else None
+        return self._plan(rows, num_tokens, decoding) if rows else None
 
     def ahead(self, plan: BatchPlan) -> BatchPlan | None:
         """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
         order. None where the next step may look otherwise: a request ends with this one's token or was aborted, another
         one may start, or pages are short. (A request that ends unforeseen, at a stop token, wastes its row of it.)"""
-        if len(plan.rows) != len(self.running):
+        decode_rows = self._decode_rows
+        if plan.decoding is None or plan.decoding.version != decode_rows.version:
+            return None
+        if not len(plan.rows) == len(decode_rows) == len(self.running):
             return None
         if self.waiting and (len(self.running) < self.max_num_seqs or self._gives_way(self.running[-1])):
             return None
-        missing, page_size = 0, self.pool.page_size
-        for request, start, _ in plan.rows:
-            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != start:
-                return None
-            if request.is_beam or request.num_left(self.max_model_len) < 2:
-                return None
-            if request.shares_tail and self._tables.page_to_copy(request, start + 1, start + 2) is not None:
-                return None
-            missing += start + 2 > len(request.page_ids) * page_size
-        if missing > self.pool.num_free:
+        if decode_rows.num_left.min() < 2:
             return None
-        if missing:
-            for request, start, _ in plan.rows:
-                self._tables.hold(request, start + 1, start + 2)
-        rows = [(request, start + 1, 1) for request, start, _ in plan.rows]
-        return self._plan(rows, len(rows))
+        grows = decode_rows.at_page_start(self.pool.page_size, ahead=1)
+        if len(grows) > self.pool.num_free:
+            return None
+        rows = decode_rows.rows(ahead=1)
+        for index in grows:
+            request, start, _ = rows[index]
+            self._tables.hold(request, start, start + 1)
+        return self._plan(rows, len(rows), decode_rows.step(ahead=1))
 
     def update(
         self,
@@ -243,13 +245,15 @@ class Scheduler:
         Rows of requests that were aborted since, or lost their pages, are skipped: `sampled_tokens` may be longer than
         the plan (padding), and holds nothing of use for rows that did not reach their request's last token.
         """
-        now, gained, page_size = perf_counter(), [], self.pool.page_size
-        tokens, logprobs = np.asarray(sampled_tokens).tolist(), np.asarray(logprobs).tolist()
-        assert len(tokens) >= len(plan.rows), f"{len(tokens)} sampled tokens for {len(plan.rows)} rows"
+        now, page_size = perf_counter(), self.pool.page_size
+        token_ids, values = np.asarray(sampled_tokens), np.asarray(logprobs).tolist()
+        assert len(token_ids) >= len(plan.rows), f"{len(token_ids)} sampled tokens for {len(plan.rows)} rows"
+        gained = self._take_tokens(plan, token_ids, values, now)
+        tokens, first = token_ids.tolist(), 0 if plan.decoding is None else len(plan.decoding.starts)
         running, windows = RequestStatus.RUNNING, self._tables.has_windows
-        for index, ((request, start, num_tokens), token_id, logprob) in enumerate(
-            zip(plan.rows, tokens, logprobs, strict=False)
-        ):
+        begin_to_decode = []
+        for index in range(first, len(plan.rows)):
+            request, start, num_tokens = plan.rows[index]
             if request.status is not running or request.num_computed_tokens != start:
                 continue
             request.num_computed_tokens = end = start + num_tokens
@@ -261,25 +265,64 @@ class Scheduler:
                 self._release_forks(request)
             if request.score_from is not None:
                 assert prompt_logprobs is not None, "scores need steps that return the log-probabilities of prompts"
-                first = sum(length for _, _, length in plan.rows[:index])
-                if request.take_scores(start, prompt_logprobs[first : first + num_tokens].tolist()):
+                before = sum(length for _, _, length in plan.rows[:index])
+                if request.take_scores(start, prompt_logprobs[before : before + num_tokens].tolist()):
                     gained.append(request)
                     self.finish(request, "stop")
                 continue
-            outputs = request.output_token_ids
-            if end < request.num_prompt_tokens + len(outputs):
+            if end < request.num_tokens:
                 continue  # what was drawn is not behind its last token
             gained.append(request)
             if request.is_beam:
                 assert candidates is not None, "a beam search needs steps that return candidates"
                 request.candidates = candidates[0][index], candidates[1][index]
                 continue
-            outputs.append(token_id)
-            request.output_logprobs.append(logprob)
-            request.token_times.append(now)
-            if token_id in request.ending_ids or len(outputs) >= request.most_outputs:
-                if reasons := request.end(self.max_model_len):
-                    self.finish(request, *reasons)
+            request.append(tokens[index], values[index], now)
+            if reasons := request.end(self.max_model_len):
+                self.finish(request, *reasons)
+            elif not request.shares_tail:
+                begin_to_decode.append(request)
+        if plan.decoding is None and self._decode_rows:
+            self._decode_rows.renew()  # they were looked at one by one this time
+        self._decode_rows.add([request for request in begin_to_decode if not request.decodes])
+        return gained
+
+    def _take_tokens(self, plan: BatchPlan, token_ids: np.ndarray, logprobs: list[float], now: float) -> list[Request]:
+        """The part of `update` for the rows that `plan.decoding` tells of."""
+        if plan.decoding is None:
+            return []
+        decode_rows, page_size, running = self._decode_rows, self.pool.page_size, RequestStatus.RUNNING
+        ends = plan.decoding.starts + 1
+        num_rows, gained = len(ends), []
+        for (request, start, _), token_id, logprob in zip(plan.rows[:num_rows], token_ids.tolist(), logprobs):
+            if request.status is running and request.num_computed_tokens == start:
+                request.num_computed_tokens = start + 1
+                request.output_token_ids.append(token_id)
+                request.output_logprobs.append(logprob)
+                request.token_times.append(now)
+                gained.append(request)
+        if len(gained) == num_rows:
+            token_ids = token_ids[:num_rows]
+        else:
+            kept = set(gained)
+            at = [index for index, (request, _, _) in enumerate(plan.rows[:num_rows]) if request in kept]
+            token_ids, ends = token_ids[at], ends[at]
+        may_end: list[int] = []
+        decode_rows.settle()
+        if decode_rows.requests == gained:
+            may_end = decode_rows.may_end(token_ids).tolist()
+            decode_rows.advance(token_ids)
+        else:
+            may_end = list(range(len(gained)))
+            decode_rows.renew()
+        for index in (ends % page_size == 0).nonzero()[0].tolist():
+            self._tables.publish(gained[index])
+        if self._tables.has_windows:
+            for index in self._tables.goes_out_of_sight(ends):
+                self._tables.drop_unseen(gained[index])
+        for index in may_end:
+            if reasons := gained[index].end(self.max_model_len):
+                self.finish(gained[index], *reasons)
         return gained
 
     def branch(self, beams: list[Request], branches: Sequence[Branch]) -> list[Request]:
@@ -313,6 +356,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.FINISHED:
             return
+        self._decode_rows.remove(request)
         place = self._place_of(request)
         if request in place:  # or it was interrupted on its way there
             place.remove(request)
@@ -326,6 +370,7 @@ class Scheduler:
     def start_over(self) -> None:
         """Every running request gives back its pages and waits to compute its tokens again. Trusts no account but the
         list of unfinished requests: the others may have been left half written by an interruption."""
+        self._decode_rows.clear()
         self._tables.clear()
         for request in list(self._requests.values()):
             if request.status is RequestStatus.RUNNING:
@@ -333,6 +378,7 @@ class Scheduler:
                 self.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.drop_pages()
+            request.block_table = None
             request.parent, request.forks = None, []
             if not request.is_beam and request.finish_reason is None and request.output_token_ids:
                 request.drop_half_token()
@@ -357,7 +403,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
-        check_accounts(self.pool, self.running, self.waiting, self._requests, self._tables.pages_per_seq)
+        check_accounts(self.pool, self.running, self.waiting, self._requests, self._decode_rows)
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
@@ -376,10 +422,35 @@ class Scheduler:
                 break
         return rows, num_tokens
 
-    def _plan(self, rows: list[Row], num_tokens: int) -> BatchPlan:
+    def _decode(self) -> tuple[list[Row], DecodeStep | None]:
+        """The rows of the requests that decode, with the pages for them. None, and they decode no more, where there is
+        not enough for all of them and one token of another."""
+        decode_rows = self._decode_rows
+        decode_rows.settle()
+        num_rows = len(decode_rows)
+        if not num_rows:
+            return [], None
+        grows = decode_rows.at_page_start(self.pool.page_size)
+        has_others = num_rows < len(self.running)
+        if num_rows + has_others > self.max_num_batched_tokens or len(grows) > self.pool.num_free:
+            decode_rows.clear()
+            return [], None
+        rows = decode_rows.rows()
+        for index in grows:
+            request, start, _ = rows[index]
+            self._tables.hold(request, start, start + 1)
+        return rows, decode_rows.step()
+
+    def _others(self, num_decoding: int) -> list[Request]:
+        """The running requests that are to be looked at one by one."""
+        if num_decoding == len(self.running):
+            return []
+        return [request for request in self.running if not request.decodes]
+
+    def _plan(self, rows: list[Row], num_tokens: int, decoding: DecodeStep | None) -> BatchPlan:
         swap_space = self.pool.swap_space
         moves = NO_MOVES if swap_space is None else swap_space.take_moves()
-        return BatchPlan(rows, num_tokens, self._tables.take_copies(), moves)
+        return BatchPlan(rows, num_tokens, self._tables.take_copies(), moves, decoding)
 
     def _num_missing(self, request: Request, found: Found) -> int:
         """How many free pages a request takes that is to start with what was found."""
@@ -428,6 +499,7 @@ class Scheduler:
             request.is_stale = request.parent.is_stale
             if found.num_tokens % self.pool.page_size:
                 request.shares_tail = request.parent.shares_tail = True
+                self._decode_rows.remove(request.parent)
         self._tables.share(request, found)
         self._release_forks(request)
         if request.num_cached_tokens is None:
@@ -481,6 +553,7 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         """Has a running request wait, without its pages."""
+        self._decode_rows.remove(request)
         self.running.remove(request)
         self._tables.give_back(request)
         request.status = RequestStatus.WAITING

@@ -121,7 +121,7 @@ def test_whole_distributions_agree_with_the_stored_ones(params, stored, prompts)
         scheduler.add(Request(str(i), prompt, SAMPLING, 0, frozenset(), 64))
     plan = scheduler.schedule()
     assert plan.num_tokens == num_tokens
-    batch, rows = pack(plan.rows, Buckets.make(4, most, most, page_size), params.config.vocab_size)
+    batch, rows = pack(plan.rows, scheduler.rows, Buckets.make(4, most, most, page_size), params.config.vocab_size)
     kv_pages = make_kv_pages(params.config, pool.num_pages, page_size, np.float32)
     _, logits = jax.jit(next_logits, static_argnums=0)(params.config, params.weights, kv_pages, batch)
     order = [int(request.request_id) for request, _, _ in rows]

@@ -34,8 +34,8 @@ def change_batch(patch, change) -> None:
     """Plants a bug in the batch: `change(batch, rows, page_size)` gives the fields to replace."""
     pack = engine_module.pack
 
-    def changed(rows, buckets, *args, **options):
-        batch, rows = pack(rows, buckets, *args, **options)
+    def changed(rows, table, buckets, *args, **options):
+        batch, rows = pack(rows, table, buckets, *args, **options)
         named = [Row(*row) for row in rows]
         return batch._replace(**change(batch, named, buckets.page_size)), rows
 

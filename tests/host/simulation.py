@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -332,6 +332,15 @@ class Search:
                 scheduler.abort(beam.request_id)
 
 
+def assert_same(batch: Any, plain: Any) -> None:
+    """That packing from the vectors of the rows that decode is the same as looking at each request."""
+    for name, one, other in zip(batch._fields, batch, plain):
+        if isinstance(one, tuple):
+            assert_same(one, other)
+        else:
+            assert (one is None) == (other is None) and np.array_equal(one, other), name
+
+
 def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
     """Serves a workload and asserts the property. Without `check_accounts`, by the tokens alone."""
     swap_space = None
@@ -403,7 +412,15 @@ def run(workload: Workload, check_accounts: bool = True) -> Scheduler:
             "the budget is exceeded"
         )
         assert len(plan.rows) <= limits[0] and all(num_tokens > 0 for _, _, num_tokens in plan.rows)
-        batch, rows = batch_module.pack(plan.rows, buckets, VOCAB_SIZE, ahead=token_ids is not None)
+        batch, rows = batch_module.pack(
+            plan.rows, scheduler.rows, buckets, VOCAB_SIZE, decoding=plan.decoding, ahead=token_ids is not None
+        )
+        if check_accounts and plan.decoding is not None:
+            plain, in_order = batch_module.pack(
+                plan.rows, scheduler.rows, buckets, VOCAB_SIZE, ahead=token_ids is not None
+            )
+            assert rows == in_order
+            assert_same(batch, plain)
         shape = len(batch.token_ids), len(batch.context_lens), batch.query_starts is None
         assert shape in buckets.all_shapes(), f"{shape} is no shape that warm-up compiles"
         if token_ids is not None:

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from jpaged.host.batch import STEP_COST, Buckets, pack
 from jpaged.host.page_pool import NULL_PAGE
 from jpaged.host.request import Request
+from jpaged.host.row_table import RowTable
 from jpaged.host.sampling_params import MAX_BANNED_IDS, SamplingParams
 
 VOCAB_SIZE, PAGE_SIZE = 1000, 4
 BUCKETS = Buckets.make(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=20, page_size=PAGE_SIZE)
+TABLE = RowTable(1000, BUCKETS.pages_per_seq)  # no test gives a row back
 
 
 def make_row(start, num_tokens, page_ids, prompt=None, outputs=(), seed=0, **sampling):
@@ -17,12 +19,13 @@ def make_row(start, num_tokens, page_ids, prompt=None, outputs=(), seed=0, **sam
     prompt = prompt or list(range(100, 100 + start + num_tokens))
     params = SamplingParams(max_tokens=None, **sampling)
     request = Request("r", prompt, params, seed, frozenset({2}), 100, output_token_ids=list(outputs))
-    request.add_pages(page_ids, BUCKETS.pages_per_seq)
+    TABLE.take(request)
+    request.add_pages(page_ids)
     return request, start, num_tokens
 
 
 def packed(*rows):
-    return pack(rows, BUCKETS, VOCAB_SIZE)[0]
+    return pack(rows, TABLE, BUCKETS, VOCAB_SIZE)[0]
 
 
 def test_a_decode_batch_has_one_token_a_row_and_no_query_starts():
@@ -38,12 +41,12 @@ def test_a_decode_batch_has_one_token_a_row_and_no_query_starts():
 def test_a_step_ahead_is_a_decode_batch_whose_tokens_are_still_to_come():
     # Its request has tokens 0 to 4; the step in flight draws token 5, this one computes it.
     row = make_row(5, 1, [3, 7], prompt=[5, 6, 7, 8], outputs=[9], min_tokens=2)
-    batch, rows = pack([row], BUCKETS, VOCAB_SIZE, ahead=True)
+    batch, rows = pack([row], TABLE, BUCKETS, VOCAB_SIZE, ahead=True)
     assert batch.query_starts is None and rows == [row]
     assert (batch.positions[0], batch.slot_mapping[0], batch.context_lens[0]) == (5, 7 * 4 + 1, 6)
     # It draws the third output token; the second is drawn in flight, the last to be kept from ending the text.
     assert (batch.sampling.banned_ids == VOCAB_SIZE).all()
-    assert pack([(row[0], 4, 1)], BUCKETS, VOCAB_SIZE)[0].sampling.banned_ids[0, 0] == 2
+    assert pack([(row[0], 4, 1)], TABLE, BUCKETS, VOCAB_SIZE)[0].sampling.banned_ids[0, 0] == 2
 
 
 def test_a_mixed_batch_lays_the_rows_tokens_one_after_another():
@@ -57,7 +60,7 @@ def test_a_mixed_batch_lays_the_rows_tokens_one_after_another():
 
 def test_rows_with_one_token_come_first_and_otherwise_the_order_is_kept():
     rows = [make_row(0, 3, [1]), make_row(4, 1, [2, 3]), make_row(0, 2, [4]), make_row(3, 1, [5])]
-    batch, in_order = pack(rows, BUCKETS, VOCAB_SIZE)
+    batch, in_order = pack(rows, TABLE, BUCKETS, VOCAB_SIZE)
     assert in_order == [rows[1], rows[3], rows[0], rows[2]]
     assert batch.query_starts[:5].tolist() == [0, 1, 2, 5, 7]
     assert batch.block_tables[:4, 0].tolist() == [2, 5, 1, 4]
@@ -98,7 +101,7 @@ def test_the_arrays_of_one_step_are_not_touched_by_the_next():
     first = packed(row)
     before = [array.copy() for array in (*first[:5], *first.sampling)]
     row[0].append(9, 0.0, 0.0)
-    row[0].add_pages([8], BUCKETS.pages_per_seq)
+    row[0].add_pages([8])
     second = packed((row[0], 4, 1))
     assert second.block_tables[0].tolist() == [1, 8, 0, 0, 0]
     for array, old in zip((*first[:5], *first.sampling), before, strict=True):

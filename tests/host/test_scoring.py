@@ -39,7 +39,7 @@ def step(scheduler):
     """One step; {name: (start, num_tokens)}, the batch, and who gained something."""
     plan = scheduler.schedule()
     scheduler.check()
-    batch, rows = pack(plan.rows, scheduler.buckets, VOCAB, with_targets=True)
+    batch, rows = pack(plan.rows, scheduler.rows, scheduler.buckets, VOCAB, with_targets=True)
     scores = None
     if batch.targets is not None:
         scores = np.where(batch.targets >= 0, -1000.0 * (batch.positions + 1) - batch.targets, np.nan)
@@ -88,7 +88,7 @@ def test_rows_that_are_not_scored_have_no_targets_and_decode_batches_no_field():
 def test_without_the_option_a_batch_has_no_targets():
     scheduler = make_scheduler()
     add(scheduler, "a", range(6))
-    assert pack(scheduler.schedule().rows, scheduler.buckets, VOCAB)[0].targets is None
+    assert pack(scheduler.schedule().rows, scheduler.rows, scheduler.buckets, VOCAB)[0].targets is None
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 9])

@@ -11,9 +11,11 @@ import pytest
 import simulation
 
 from jpaged.host import batch
+from jpaged.host.decode_rows import DecodeRows
 from jpaged.host.page_pool import PagePool
 from jpaged.host.page_tables import PageTables
 from jpaged.host.request import Request, RequestStatus
+from jpaged.host.row_table import RowTable
 from jpaged.host.scheduler import Scheduler
 from jpaged.host.swap_space import SwapSpace
 
@@ -34,8 +36,8 @@ def change_batch(patch, change):
     """Plants a bug in what `pack` returns: `change(batch, rows, page_size)` gives the fields to replace."""
     pack = batch.pack
 
-    def changed(rows, buckets, vocab_size, **options):
-        packed, rows = pack(rows, buckets, vocab_size, **options)
+    def changed(rows, table, buckets, vocab_size, **options):
+        packed, rows = pack(rows, table, buckets, vocab_size, **options)
         return packed._replace(**change(packed, rows, buckets.page_size)), rows
 
     patch.setattr(batch, "pack", changed)
@@ -132,17 +134,92 @@ def the_block_table_is_not_refreshed_after_a_preemption(patch):
     add_pages, drop_pages = Request.add_pages, Request.drop_pages
 
     def drop_page_ids(self):
-        table, page_ids = self.block_table, drop_pages(self)
-        self.block_table = table
+        table = None if self.block_table is None else self.block_table.copy()
+        page_ids = drop_pages(self)
+        if table is not None:
+            self.block_table[:] = table
         return page_ids
 
-    def fill_up(self, page_ids, pages_per_seq):
-        stale = 0 if self.block_table is None else self.block_table.copy()
-        add_pages(self, page_ids, pages_per_seq)
-        self.block_table = np.where(stale, stale, self.block_table)
+    def fill_up(self, page_ids):
+        stale = self.block_table.copy()
+        add_pages(self, page_ids)
+        self.block_table[:] = np.where(stale, stale, self.block_table)
+
+    def give_back(self, request):
+        if request.block_table is not None:
+            self._free.append(request.row)
+            request.block_table = None
 
     patch.setattr(Request, "drop_pages", drop_page_ids)
     patch.setattr(Request, "add_pages", fill_up)
+    patch.setattr(RowTable, "give_back", give_back)
+
+
+@bug(ACCOUNTS)
+def an_ended_request_goes_on_decoding(patch):
+    remove = DecodeRows.remove
+    patch.setattr(
+        DecodeRows, "remove", lambda self, request: remove(self, request) if request.finish_reason is None else None
+    )
+
+
+@bug(TOKENS)
+def the_rows_that_decode_compute_the_token_before_the_last(patch):
+    advance = DecodeRows.advance
+
+    def change(self, token_ids):
+        before = self.token_ids
+        advance(self, token_ids)
+        self.token_ids = before
+
+    patch.setattr(DecodeRows, "advance", change)
+
+
+@bug(TOKENS)
+def the_room_that_is_left_is_not_counted_down(patch):
+    advance = DecodeRows.advance
+
+    def change(self, token_ids):
+        before = self.num_left
+        advance(self, token_ids)
+        self.num_left = before
+
+    patch.setattr(DecodeRows, "advance", change)
+
+
+@bug(TOKENS)
+def a_page_is_taken_one_token_late(patch):
+    starts = DecodeRows.at_page_start
+    patch.setattr(DecodeRows, "at_page_start", lambda self, size, ahead=0: starts(self, size, ahead - 1))
+
+
+@bug(TOKENS)
+def the_ids_that_end_a_later_request_are_not_looked_for(patch):
+    add_endings = DecodeRows._add_endings
+
+    def only_the_first(self, requests):
+        if not self._seen_endings:
+            add_endings(self, requests)
+
+    patch.setattr(DecodeRows, "_add_endings", only_the_first)
+
+
+@bug(TOKENS)
+def a_step_ahead_is_one_token_behind(patch):
+    step = DecodeRows.step
+    patch.setattr(DecodeRows, "step", lambda self, ahead=0: step(self, ahead)._replace(starts=self.starts))
+
+
+@bug(TOKENS)
+def the_gaps_of_those_that_left_stay_in_the_tokens(patch):
+    settle = DecodeRows.settle
+
+    def settle_all_but_the_tokens(self):
+        before = self.token_ids
+        settle(self)
+        self.token_ids = before[: len(self.requests)]
+
+    patch.setattr(DecodeRows, "settle", settle_all_but_the_tokens)
 
 
 @bug(TOKENS)
@@ -197,10 +274,10 @@ def positions_start_again_in_each_chunk(patch):
 def sampling_values_stay_in_the_order_of_the_plan(patch):
     pack = batch.pack
 
-    def unsorted(plan_rows, buckets, vocab_size, ahead):
-        packed, rows = pack(plan_rows, buckets, vocab_size, ahead=ahead)
-        requests = [request for request, _, _ in plan_rows]
-        sampling = batch._pack_sampling(requests, len(packed.context_lens), vocab_size, ahead)
+    def unsorted(plan_rows, table, buckets, vocab_size, *, decoding, ahead):
+        packed, rows = pack(plan_rows, table, buckets, vocab_size, decoding=decoding, ahead=ahead)
+        in_table = [request.row for request, _, _ in plan_rows]
+        sampling = batch._pack_sampling(plan_rows, in_table, table, len(packed.context_lens), vocab_size, ahead)
         return packed._replace(sampling=sampling), rows
 
     patch.setattr(batch, "pack", unsorted)
@@ -247,10 +324,10 @@ def a_step_planned_before_an_abort_still_adds_its_token(patch):
 def min_tokens_bans_one_token_too_few(patch):
     pack_sampling = batch._pack_sampling
 
-    def short(requests, batch_rows, vocab_size, ahead):
-        packed = pack_sampling(requests, batch_rows, vocab_size, ahead)
+    def short(rows, in_table, table, batch_rows, vocab_size, ahead):
+        packed = pack_sampling(rows, in_table, table, batch_rows, vocab_size, ahead)
         banned_ids = packed.banned_ids.copy()
-        for row, request in enumerate(requests):
+        for row, (request, _, _) in enumerate(rows):
             if len(request.output_token_ids) + ahead + 1 == request.sampling.min_tokens:
                 banned_ids[row] = vocab_size
         return packed._replace(banned_ids=banned_ids)

@@ -89,7 +89,7 @@ def test_of_a_prompt_that_is_found_whole_only_the_last_token_is_computed_and_not
     plan = scheduler.schedule()
     assert [row[1:] for row in plan.rows] == [(7, 1)]
     assert second.num_cached_tokens == 8
-    batch, _ = pack(plan.rows, Buckets.make(8, 64, 32, PAGE_SIZE), vocab_size=100)
+    batch, _ = pack(plan.rows, scheduler.rows, Buckets.make(8, 64, 32, PAGE_SIZE), vocab_size=100)
     assert batch.slot_mapping[0] == 0 and batch.positions[0] == 7 and batch.context_lens[0] == 8
     scheduler.update(plan, [7], [0.0])
     assert step(scheduler)[0] == {"second": (8, 1)}  # a page of its own from here on
@@ -388,8 +388,9 @@ def test_a_decode_step_is_not_started_ahead_of_a_copy():
     assert scheduler.ahead(plan) is None
     scheduler.update(plan, [7, 7], [0.0, 0.0])
     plan = scheduler.schedule()
-    assert plan.page_copies
-    assert scheduler.ahead(plan) is not None
+    assert plan.page_copies and scheduler.ahead(plan) is None
+    scheduler.update(plan, [7, 7], [0.0, 0.0])
+    assert scheduler.ahead(scheduler.schedule()) is not None
 
 
 def test_tokens_that_requests_share_are_held_once():

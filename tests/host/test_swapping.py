@@ -343,13 +343,14 @@ def test_pages_that_no_token_to_come_sees_are_given_back():
 
 
 def test_a_fork_does_not_begin_behind_its_window():
-    scheduler = make_scheduler(num_pages=16, sliding_window=4, max_num_seqs=1, max_model_len=64, prefix_caching=False)
+    scheduler = make_scheduler(num_pages=16, sliding_window=4, max_num_seqs=2, max_model_len=64, prefix_caching=False)
     parent = add(scheduler, "parent", range(8), max_tokens=30)
+    add(scheduler, "other", range(8), max_tokens=30)
     step(scheduler)
     fork = add(scheduler, "fork", range(8), max_tokens=30, parent=parent, output_token_ids=[1])
     for _ in range(12):
         step(scheduler)
-    scheduler.max_num_seqs = 2
+    scheduler.abort("other")
     assert shares(step(scheduler))["fork"] == (0, 9) and fork.num_dropped_pages == 1
 
 

@@ -1,0 +1,139 @@
+"""Owns `DecodeRows`: the running requests of which each step computes one token, as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress, repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from .request import Request
+
+
+class DecodeStep(NamedTuple):
+    """The first rows of a plan: one token of each of the `DecodeRows`, in their order."""
+
+    version: int  # of the `DecodeRows`: whether they are still the same
+    in_table: np.ndarray  # intp [N]: rows of the `RowTable`
+    starts: np.ndarray  # int32 [N]: the positions of their tokens
+    token_ids: np.ndarray | None  # int32 [N]; None where the step before draws them
+
+
+class DecodeRows:
+    """Most requests of most steps only draw the next token. What a step asks of them is answered here by a few vector
+    operations, so that its cost hardly grows with their number; only those at the end of a page, or of their text, are
+    looked at one by one. A request says by `decodes` that it is among them, and keeps its own account of its tokens:
+    from that these vectors can be made again at any time.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.version = 0
+        self._left: list[int] = []  # rows of the table
+        self.in_table: np.ndarray
+        self.starts: np.ndarray
+        self.token_ids: np.ndarray
+        self.num_left: np.ndarray  # of output tokens
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.requests) - len(self._left)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def clear(self) -> None:
+        """Has none left; they are to be looked at one by one."""
+        for request in self.requests:
+            request.decodes = False
+        self._make([])
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes in more of them, each with a token that it has drawn and not yet computed."""
+        if not requests:
+            return
+        self.settle()
+        for request in requests:
+            request.decodes = True
+        known = len(self.requests)
+        self.requests = self.requests + list(requests)
+        new = _vectors(requests)
+        old = self.in_table, self.starts, self.token_ids, self.num_left
+        self.in_table, self.starts, self.token_ids, self.num_left = (np.concatenate(pair) for pair in zip(old, new))
+        self._add_endings(self.requests[known:])
+        self.version += 1
+
+    def remove(self, request: Request) -> None:
+        """Lets go of a request, if it is among them, before it gives back its row of the table."""
+        if request.decodes:
+            request.decodes = False
+            self._left.append(request.row)
+            self.version += 1
+
+    def settle(self) -> None:
+        """Closes the gaps of those that have left."""
+        if self._left:
+            kept = ~np.isin(self.in_table, self._left)
+            self.requests = list(compress(self.requests, kept.tolist()))
+            self.in_table, self.starts = self.in_table[kept], self.starts[kept]
+            self.token_ids, self.num_left = self.token_ids[kept], self.num_left[kept]
+            self._left = []
+
+    def rows(self, ahead: int = 0) -> list[tuple[Request, int, int]]:
+        """Their rows of a plan: for the next token of each, or for the one so many after it."""
+        return list(zip(self.requests, (self.starts + ahead).tolist(), repeat(1)))
+
+    def step(self, ahead: int = 0) -> DecodeStep:
+        return DecodeStep(self.version, self.in_table, self.starts + ahead, None if ahead else self.token_ids)
+
+    def at_page_start(self, page_size: int, ahead: int = 0) -> list[int]:
+        """Which of them write the first token of a page."""
+        return ((self.starts + ahead) % page_size == 0).nonzero()[0].tolist()
+
+    def may_end(self, token_ids: np.ndarray) -> np.ndarray:
+        """Which of them could end with these tokens, drawn as the next ones: indices."""
+        return ((self.num_left <= 1) | np.isin(token_ids, self._endings)).nonzero()[0]
+
+    def advance(self, token_ids: np.ndarray) -> None:
+        """Takes in the tokens that all of them have drawn."""
+        self.starts, self.num_left, self.token_ids = self.starts + 1, self.num_left - 1, token_ids
+
+    def renew(self) -> None:
+        """Makes the vectors again, from what the requests say."""
+        self.settle()
+        self._make(self.requests)
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Asserts that the vectors say what the requests do."""
+        self.settle()
+        assert self.requests == [request for request in self.requests if request.decodes and request in running]
+        assert sum(request.decodes for request in running) == len(self.requests), "a request decodes, but not here"
+        vectors = self.in_table, self.starts, self.token_ids, self.num_left
+        assert all(map(np.array_equal, vectors, _vectors(self.requests))), "the rows that decode are others than these"
+        assert all(request.ending_ids <= set(self._endings.tolist()) for request in self.requests)
+        assert not any(request.shares_tail or request.is_beam for request in self.requests)
+
+    def _make(self, requests: list[Request]) -> None:
+        self.requests, self._left = requests, []
+        self.in_table, self.starts, self.token_ids, self.num_left = _vectors(requests)
+        self._seen_endings: set[frozenset[int]] = set()
+        self._endings = np.zeros(0, np.int64)
+        self._add_endings(requests)
+        self.version += 1
+
+    def _add_endings(self, requests: Sequence[Request]) -> None:
+        """Notes the ids that end the text of any of them."""
+        new = {request.ending_ids for request in requests} - self._seen_endings
+        if new:
+            self._seen_endings |= new
+            self._endings = np.array(sorted(frozenset().union(*self._seen_endings)), np.int64)
+
+
+def _vectors(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return (
+        np.array([request.row for request in requests], np.intp),
+        np.array([request.num_computed_tokens for request in requests], np.int32),
+        np.array([request.output_token_ids[-1] for request in requests], np.int32),
+        np.array([request.most_outputs - len(request.output_token_ids) for request in requests], np.int64),
+    )

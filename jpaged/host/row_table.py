@@ -1,0 +1,49 @@
+"""Owns `RowTable`: what packing reads of the running requests, in arrays of which each has a row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .request import Request
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
+FLOAT32 = np.finfo(np.float32)
+
+
+class RowTable:
+    """A step's arrays are gathered from these at once, however many requests there are: to go from object to object
+    takes longer than anything else that the host does. A request keeps its row for as long as it runs."""
+
+    def __init__(self, num_rows: int, pages_per_seq: int):
+        self.block_tables = np.zeros((num_rows, pages_per_seq), np.int32)  # page ids, padded with the null page
+        self.sampling = np.zeros(num_rows, SAMPLING_ROW)
+        self.min_tokens = np.zeros(num_rows, np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Takes all rows back, whoever has them."""
+        self.block_tables[:] = 0
+        self._free = list(range(len(self.block_tables)))
+
+    def take(self, request: Request) -> None:
+        """Gives a request a row. What 32 bits can't tell of its sampling is clamped, not rounded to a value with
+        another meaning (a tiny top_p to 0, a huge temperature to infinity)."""
+        row = request.row = self._free.pop()
+        request.block_table = self.block_tables[row]
+        sampling = request.sampling
+        self.sampling[row] = (
+            min(sampling.temperature, float(FLOAT32.max)),
+            min(max(sampling.top_k, 0), 2**31 - 1),
+            max(sampling.top_p, float(FLOAT32.tiny)),
+            sampling.min_p,
+            (request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF),
+        )
+        self.min_tokens[row] = min(sampling.min_tokens, 2**63 - 1)
+
+    def give_back(self, request: Request) -> None:
+        """Takes a request's row from it, if it has one, for the next."""
+        if request.block_table is not None:
+            request.block_table[:] = 0
+            self._free.append(request.row)
+            request.block_table = None
