@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .batch_plan import Row
-from .decode_rows import DecodeStep
+from .decode_rows import DecodeStep, Row
 from .row_table import SAMPLING_FIELDS, SAMPLING_ROW, RowTable
 from .sampling_params import MAX_BANNED_IDS
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .decode_rows import DecodeStep
-from .request import Request
+from .decode_rows import DecodeStep, Row
 from .swap_space import NO_MOVES, Moves
-
-# One request's share of a step: (request, start, num_tokens) for its tokens at start .. start + num_tokens - 1. A plain
-# tuple: a decode step makes one for each request, and a named one takes six times as long to make.
-Row = tuple[Request, int, int]
 
 
 class BatchPlan(NamedTuple):

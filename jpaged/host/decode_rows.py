@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .request import Request
+from .request import Request, RequestStatus
+
+# One request's share of a step: (request, start, num_tokens) for its tokens at start .. start + num_tokens - 1. A plain
+# tuple: a decode step makes one for each request, and a named one takes six times as long to make.
+Row = tuple[Request, int, int]
 
 
 class DecodeStep(NamedTuple):
@@ -80,7 +84,7 @@ class DecodeRows:
             self.token_ids, self.num_left = self.token_ids[kept], self.num_left[kept]
             self._left = []
 
-    def rows(self, ahead: int = 0) -> list[tuple[Request, int, int]]:
+    def rows(self, ahead: int = 0) -> list[Row]:
         """Their rows of a plan: for the next token of each, or for the one so many after it."""
         return list(zip(self.requests, (self.starts + ahead).tolist(), repeat(1)))
 
@@ -91,9 +95,32 @@ class DecodeRows:
         """Which of them write the first token of a page."""
         return ((self.starts + ahead) % page_size == 0).nonzero()[0].tolist()
 
-    def may_end(self, token_ids: np.ndarray) -> np.ndarray:
-        """Which of them could end with these tokens, drawn as the next ones: indices."""
-        return ((self.num_left <= 1) | np.isin(token_ids, self._endings)).nonzero()[0]
+    def take(
+        self, step: DecodeStep, rows: Sequence[Row], token_ids: np.ndarray, logprobs: Sequence[float], now: float
+    ) -> tuple[list[Request], np.ndarray, list[int]]:
+        """Takes in what a step's rows have drawn, but those of requests that have left since; returns the others, how
+        many of their tokens are computed now, and the indices of those that the token may end."""
+        num_rows, ends, gained, running = len(step.starts), step.starts + 1, [], RequestStatus.RUNNING
+        for (request, start, _), token_id, logprob in zip(rows[:num_rows], token_ids.tolist(), logprobs, strict=False):
+            if request.status is running and request.num_computed_tokens == start:
+                request.num_computed_tokens = start + 1
+                request.output_token_ids.append(token_id)
+                request.output_logprobs.append(logprob)
+                request.token_times.append(now)
+                gained.append(request)
+        if len(gained) == num_rows:
+            token_ids = token_ids[:num_rows]
+        else:
+            kept = set(gained)
+            at = [index for index, (request, _, _) in enumerate(rows[:num_rows]) if request in kept]
+            token_ids, ends = token_ids[at], ends[at]
+        self.settle()
+        if self.requests != gained:
+            self.renew()
+            return gained, ends, list(range(len(gained)))
+        may_end = ((self.num_left <= 1) | np.isin(token_ids, self._endings)).nonzero()[0].tolist()
+        self.advance(token_ids)
+        return gained, ends, may_end
 
     def advance(self, token_ids: np.ndarray) -> None:
         """Takes in the tokens that all of them have drawn."""

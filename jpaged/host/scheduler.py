@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from time import perf_counter
 
 import numpy as np
 
-from .accounts import BY_ORDER, check_accounts, num_held_tokens
-from .batch_plan import BatchPlan, Row
+from .accounts import check_accounts, num_held_tokens
+from .batch_plan import BatchPlan
 from .beam_search import Branch
-from .decode_rows import DecodeRows, DecodeStep
+from .decode_rows import DecodeStep, Row
 from .page_pool import PagePool
 from .page_tables import Found, PageTables
+from .queues import Queues
 from .request import Request, RequestStatus
 from .row_table import RowTable
 from .swap_space import NO_MOVES
-
-PRIORITY_PLACES = 1000  # that a request moves back in the order of arrival for each number of its priority
 
 
 class Scheduler:
@@ -28,10 +25,6 @@ class Scheduler:
     Running requests are in order, and so are waiting ones: whoever is preempted is the last among the running, and the
     first of the waiting is started before all others. As the pool holds a request of `max_model_len` tokens, the first
     of the running is never preempted for want of pages and advances in each step; so every request ends.
-
-    The order is that of arrival, a request of priority p being taken for one that came so many places later (a negative
-    one: earlier). So the urgent come first, and none waits for ever: only so many can overtake it. A waiting request
-    takes the place of running ones of a higher number.
 
     The samples of a request, or its beams, are a family: preempted and started again together, unless they are the
     first family or run alone.
@@ -64,7 +57,6 @@ class Scheduler:
                 "or give the KV cache more memory"
             )
         self.pool = pool
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         # Pages kept free for those that run when another is started, which would soon be stopped again otherwise.
@@ -72,17 +64,21 @@ class Scheduler:
         self._step_size = step_size  # how many of the tokens that could be computed are worth it, by `Buckets`
         self.rows = RowTable(max_num_seqs, pages_per_seq)
         self._tables = PageTables(pool, self.rows, prefix_caching, sliding_window)
-        self.running: list[Request] = []
-        self._decode_rows = DecodeRows()  # those of them that are not to be looked at one by one
-        self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
+        self._queues = Queues(max_num_seqs)
         self.num_preemptions = 0
-        self._requests: dict[str, Request] = {}  # the unfinished ones
-        self._num_arrivals = 0
-        self._num_beams = 0  # unfinished ones
+
+    @property
+    def running(self) -> list[Request]:
+        return self._queues.running
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Without the forks of those whose prompt is not computed yet."""
+        return self._queues.waiting
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._queues.requests)
 
     @property
     def num_running(self) -> int:
@@ -90,7 +86,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self.running)
+        return len(self._queues.requests) - len(self.running)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -105,29 +101,19 @@ class Scheduler:
     def add(self, request: Request, *, order: int | None = None) -> None:
         """Queues a request as the last one, or at a place in the order of arrival that was kept for it: a beam search
         has as many places as it may have beams, from that of the first on."""
-        if request.request_id in self._requests:
+        if request.request_id in self._queues.requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
         if request.num_tokens + (request.score_from is None) > self.max_model_len:
             raise ValueError(
                 f"the prompt has {request.num_tokens} tokens and leaves no room to generate within max_model_len "
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
             )
-        self._requests[request.request_id] = request
-        self._num_beams += request.is_beam
         request.most_outputs = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-        if order is None:
-            order = self._num_arrivals + PRIORITY_PLACES * request.priority
-            self._num_arrivals += request.sampling.num_beams
-        request.order = order
-        parent = request.parent
-        if parent is not None and parent.request_id in self._requests and not parent.has_computed_prompt:
-            parent.forks.append(request)
-        else:
-            insort(self.waiting, request, key=BY_ORDER)
+        self._queues.add(request, order)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request now, between any two calls; None if there is no such unfinished request."""
-        request = self._requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
         return request
@@ -152,7 +138,7 @@ class Scheduler:
                 if not num_tokens:
                     continue  # a beam that waits for the others
                 if num_tokens >= page_size and self._tables.find_more(request):
-                    self._release_forks(request)
+                    self._queues.release_forks(request)
                     start = request.num_computed_tokens
                     num_tokens = request.num_tokens - start
                 num_tokens = min(num_tokens, budget)
@@ -172,9 +158,9 @@ class Scheduler:
         computing: set[bytes | None] = set()
         if self.waiting:
             computing = {self._tables.prompt_key(request) for request, _, _ in rows if not request.has_computed_prompt}
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and not self._queues.is_full:
             request = self.waiting[0]
-            if self._num_beams and not self._finds_rows(request):
+            if not self._queues.finds_rows(request):
                 break
             found = self._tables.inheritance(request)
             copies_to_come += found.num_tokens % page_size > 0  # now, or with the first token that it draws
@@ -213,12 +199,12 @@ class Scheduler:
         """The step after a decode step whose results are not known yet: one more token for each of its rows, in its
         order. None where the next step may look otherwise: a request ends with this one's token or was aborted, another
         one may start, or pages are short. (A request that ends unforeseen, at a stop token, wastes its row of it.)"""
-        decode_rows = self._decode_rows
+        decode_rows = self._queues.decode_rows
         if plan.decoding is None or plan.decoding.version != decode_rows.version:
             return None
         if not len(plan.rows) == len(decode_rows) == len(self.running):
             return None
-        if self.waiting and (len(self.running) < self.max_num_seqs or self._gives_way(self.running[-1])):
+        if self.waiting and (not self._queues.is_full or self._queues.gives_way()):
             return None
         if decode_rows.num_left.min() < 2:
             return None
@@ -262,7 +248,7 @@ class Scheduler:
             if windows:
                 self._tables.drop_unseen(request)
             if request.forks:
-                self._release_forks(request)
+                self._queues.release_forks(request)
             if request.score_from is not None:
                 assert prompt_logprobs is not None, "scores need steps that return the log-probabilities of prompts"
                 before = sum(length for _, _, length in plan.rows[:index])
@@ -282,40 +268,17 @@ class Scheduler:
                 self.finish(request, *reasons)
             elif not request.shares_tail:
                 begin_to_decode.append(request)
-        if plan.decoding is None and self._decode_rows:
-            self._decode_rows.renew()  # they were looked at one by one this time
-        self._decode_rows.add([request for request in begin_to_decode if not request.decodes])
+        if plan.decoding is None and self._queues.decode_rows:
+            self._queues.decode_rows.renew()  # they were looked at one by one this time
+        self._queues.decode_rows.add([request for request in begin_to_decode if not request.decodes])
         return gained
 
     def _take_tokens(self, plan: BatchPlan, token_ids: np.ndarray, logprobs: list[float], now: float) -> list[Request]:
         """The part of `update` for the rows that `plan.decoding` tells of."""
         if plan.decoding is None:
             return []
-        decode_rows, page_size, running = self._decode_rows, self.pool.page_size, RequestStatus.RUNNING
-        ends = plan.decoding.starts + 1
-        num_rows, gained = len(ends), []
-        for (request, start, _), token_id, logprob in zip(plan.rows[:num_rows], token_ids.tolist(), logprobs):
-            if request.status is running and request.num_computed_tokens == start:
-                request.num_computed_tokens = start + 1
-                request.output_token_ids.append(token_id)
-                request.output_logprobs.append(logprob)
-                request.token_times.append(now)
-                gained.append(request)
-        if len(gained) == num_rows:
-            token_ids = token_ids[:num_rows]
-        else:
-            kept = set(gained)
-            at = [index for index, (request, _, _) in enumerate(plan.rows[:num_rows]) if request in kept]
-            token_ids, ends = token_ids[at], ends[at]
-        may_end: list[int] = []
-        decode_rows.settle()
-        if decode_rows.requests == gained:
-            may_end = decode_rows.may_end(token_ids).tolist()
-            decode_rows.advance(token_ids)
-        else:
-            may_end = list(range(len(gained)))
-            decode_rows.renew()
-        for index in (ends % page_size == 0).nonzero()[0].tolist():
+        gained, ends, may_end = self._queues.decode_rows.take(plan.decoding, plan.rows, token_ids, logprobs, now)
+        for index in (ends % self.pool.page_size == 0).nonzero()[0].tolist():
             self._tables.publish(gained[index])
         if self._tables.has_windows:
             for index in self._tables.goes_out_of_sight(ends):
@@ -356,29 +319,26 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.FINISHED:
             return
-        self._decode_rows.remove(request)
-        place = self._place_of(request)
-        if request in place:  # or it was interrupted on its way there
-            place.remove(request)
+        self._queues.decode_rows.remove(request)
+        self._queues.leave(request)
         self._tables.give_back(request)
         request.status = RequestStatus.FINISHED
-        self._release_forks(request)  # they begin on their own
+        self._queues.release_forks(request)  # they begin on their own
         request.finish_time = perf_counter()
-        self._num_beams -= request.is_beam
-        del self._requests[request.request_id]  # last: `start_over` ends what an interruption left here
+        self._queues.forget(request)  # last: `start_over` ends what an interruption left here
 
     def start_over(self) -> None:
         """Every running request gives back its pages and waits to compute its tokens again. Trusts no account but the
         list of unfinished requests: the others may have been left half written by an interruption."""
-        self._decode_rows.clear()
+        self._queues.decode_rows.clear()
         self._tables.clear()
-        for request in list(self._requests.values()):
+        for request in list(self._queues.requests.values()):
             if request.status is RequestStatus.RUNNING:
                 request.num_preemptions += 1
                 self.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.drop_pages()
-            request.block_table = None
+            request.block_table, request.decodes = None, False
             request.parent, request.forks = None, []
             if not request.is_beam and request.finish_reason is None and request.output_token_ids:
                 request.drop_half_token()
@@ -386,13 +346,12 @@ class Scheduler:
                     request.finish_reason, request.stop_reason = request.end(self.max_model_len) or (None, None)
             if request.finish_reason is not None:  # it was about to end
                 request.status, request.finish_time = RequestStatus.FINISHED, perf_counter()
-                del self._requests[request.request_id]
-        self.running, self.waiting = [], sorted(self._requests.values(), key=BY_ORDER)
-        self._num_beams = sum(request.is_beam for request in self.waiting)
+                del self._queues.requests[request.request_id]
+        self._queues.wait_all()
 
     def end_family(self, family: str | None) -> None:
         """Aborts whatever is unfinished of a family."""
-        for request in [one for one in self._requests.values() if one.family == family]:
+        for request in [one for one in self._queues.requests.values() if one.family == family]:
             self.finish(request, "abort")
 
     def forget(self) -> None:
@@ -403,7 +362,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts that the pool and the requests agree about every page. Slow: for tests and `check_integrity`."""
-        check_accounts(self.pool, self.running, self.waiting, self._requests, self._decode_rows)
+        check_accounts(self.pool, self.running, self.waiting, self._queues.requests, self._queues.decode_rows)
 
     def _cut(self, rows: list[Row], num_tokens: int) -> tuple[list[Row], int]:
         """Leaves the last of the prompts' tokens to the next step where that fills the step's shape better. Every row
@@ -425,7 +384,7 @@ class Scheduler:
     def _decode(self) -> tuple[list[Row], DecodeStep | None]:
         """The rows of the requests that decode, with the pages for them. None, and they decode no more, where there is
         not enough for all of them and one token of another."""
-        decode_rows = self._decode_rows
+        decode_rows = self._queues.decode_rows
         decode_rows.settle()
         num_rows = len(decode_rows)
         if not num_rows:
@@ -457,51 +416,34 @@ class Scheduler:
         needed = self.pool.pages_for(request.num_tokens) - len(found.page_ids)
         return needed + self.pool.num_idle(found.page_ids)
 
-    def _finds_rows(self, request: Request) -> bool:
-        """Whether a request may start beside beam searches, which each keep as many rows as they may have beams: or
-        they would wait for each other's."""
-        widths = {one.family: one.sampling.num_beams for one in self.running if one.is_beam}
-        if not self.running or request.family in widths:
-            return True
-        taken = sum(not one.is_beam for one in self.running) + sum(widths.values())
-        return taken + request.sampling.num_beams <= self.max_num_seqs
-
     def _family_fits(self, request: Request, missing: int) -> bool:
-        """Whether a waiting request of which none of its family runs can start together with all of them that wait
-        too. It takes `missing` pages itself; what it has of the prompt, the others share."""
-        if not request.num_preemptions or any(one.family == request.family for one in self.running):
-            return True
-        family = list(takewhile(lambda one: one.family == request.family, self.waiting))
+        """Whether a waiting request that takes `missing` pages can start, together with those that are to start with
+        it: what it has of the prompt, they share."""
+        family = self._queues.family_to_start(request)
         for other in family[1:]:
             missing += self.pool.pages_for(other.num_tokens) - self._tables.num_shareable_pages(other)
-        return missing <= self.pool.num_free and len(self.running) + len(family) <= self.max_num_seqs
-
-    def _gives_way(self, request: Request) -> bool:
-        """Whether a running request is stopped if the first of the waiting ones finds no room."""
-        first = self.waiting[0]
-        return first.priority < request.priority and first.order < request.order
+        return missing <= self.pool.num_free and len(self.running) + len(family) <= self._queues.max_num_seqs
 
     def _make_way(self) -> None:
         """Stops running requests for more urgent ones."""
-        while self.running and self._gives_way(self.running[-1]):
+        queues = self._queues
+        while queues.gives_way():
             first = self.waiting[0]
             has_room = self._num_missing(first, self._tables.inheritance(first)) <= self.pool.num_free
-            if has_room and len(self.running) < self.max_num_seqs and (not self._num_beams or self._finds_rows(first)):
+            if has_room and not queues.is_full and queues.finds_rows(first):
                 return
             self._preempt_last()
 
     def _start(self, request: Request, found: Found) -> int:
         """Has a request run with what was found of its tokens; returns where it goes on."""
-        self.waiting.remove(request)
-        request.status = RequestStatus.RUNNING
-        insort(self.running, request, key=BY_ORDER)
+        self._queues.start(request)
         if request.parent is not None and found.page_ids:
             request.is_stale = request.parent.is_stale
             if found.num_tokens % self.pool.page_size:
                 request.shares_tail = request.parent.shares_tail = True
-                self._decode_rows.remove(request.parent)
+                self._queues.decode_rows.remove(request.parent)
         self._tables.share(request, found)
-        self._release_forks(request)
+        self._queues.release_forks(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_shared_tokens
         return request.num_computed_tokens
@@ -516,20 +458,6 @@ class Scheduler:
             request.parent = parent
         request.page_keys = list(parent.page_keys)
 
-    def _release_forks(self, request: Request) -> None:
-        """Has the forks that waited for a request's prompt wait for their turn, if it is computed or never will be."""
-        if not (request.has_computed_prompt or request.status is RequestStatus.FINISHED):
-            return
-        for fork in request.forks:
-            insort(self.waiting, fork, key=BY_ORDER)
-        request.forks = []
-
-    def _place_of(self, request: Request) -> list[Request]:
-        if request.status is RequestStatus.RUNNING:
-            return self.running
-        parent = request.parent
-        return parent.forks if parent is not None and request in parent.forks else self.waiting
-
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """As `_hold`, at the cost of those that came last; False if it was the last itself and is preempted now."""
         while not self._tables.hold(request, start, end):
@@ -541,20 +469,15 @@ class Scheduler:
     def _preempt_last(self) -> Request:
         """Stops the last request, with its family; they will need the KV of their prompt and their output so far again.
         Returns the last."""
-        last = self.running[-1]
-        family = [last]
-        if self.running[0].family != last.family:
-            family = [request for request in self.running if request.family == last.family]
+        family = self._queues.family_to_stop()
         for request in reversed(family):
             self._stop(request)
             request.num_preemptions += 1
             self.num_preemptions += 1
-        return last
+        return family[-1]
 
     def _stop(self, request: Request) -> None:
         """Has a running request wait, without its pages."""
-        self._decode_rows.remove(request)
-        self.running.remove(request)
+        self._queues.decode_rows.remove(request)
         self._tables.give_back(request)
-        request.status = RequestStatus.WAITING
-        insort(self.waiting, request, key=BY_ORDER)
+        self._queues.stop(request)

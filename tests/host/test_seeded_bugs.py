@@ -14,6 +14,7 @@ from jpaged.host import batch
 from jpaged.host.decode_rows import DecodeRows
 from jpaged.host.page_pool import PagePool
 from jpaged.host.page_tables import PageTables
+from jpaged.host.queues import Queues
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.row_table import RowTable
 from jpaged.host.scheduler import Scheduler
@@ -64,7 +65,7 @@ def a_preempted_request_is_served_in_the_same_step(patch):
 @bug(ACCOUNTS)
 def an_abort_leaks_the_pages(patch):
     def abort(self, request_id):
-        request = self._requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is not None:
             request.drop_pages()
             self.finish(request, "abort")
@@ -455,15 +456,13 @@ def a_fork_takes_over_a_token_that_is_not_computed(patch):
 
 @bug(ACCOUNTS)
 def forks_of_an_aborted_request_are_lost(patch):
-    patch.setattr(Scheduler, "_release_forks", lambda self, request: setattr(request, "forks", []))
+    patch.setattr(Queues, "release_forks", lambda self, request: setattr(request, "forks", []))
 
 
 @bug(ACCOUNTS)
 def a_fork_waits_for_ever(patch):
-    release = Scheduler._release_forks
-    patch.setattr(
-        Scheduler, "_release_forks", lambda self, request: request.has_computed_prompt or release(self, request)
-    )
+    release = Queues.release_forks
+    patch.setattr(Queues, "release_forks", lambda self, request: request.has_computed_prompt or release(self, request))
 
 
 # Swapping

@@ -307,9 +307,9 @@ def test_a_published_page_is_copied_even_by_its_only_holder():
     step(scheduler)
     step(scheduler)
     second = add(scheduler, "1", parent=first)  # shares the page up to the prompt's end
-    scheduler.max_num_seqs = 1  # does not start yet
+    scheduler._queues.max_num_seqs = 1  # does not start yet
     step(scheduler)
-    scheduler.max_num_seqs = 8
+    scheduler._queues.max_num_seqs = 8
     step(scheduler)  # the first fills the page and ends
     assert first.status is RequestStatus.FINISHED
     page_id = second.page_ids[2]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from jpaged.host.page_pool import PagePool
+from jpaged.host.queues import PRIORITY_PLACES
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.sampling_params import SamplingParams
-from jpaged.host.scheduler import PRIORITY_PLACES, Scheduler
+from jpaged.host.scheduler import Scheduler
 from jpaged.host.swap_costs import SwapCosts
 from jpaged.host.swap_space import NO_MOVES, SwapSpace
 
