@@ -20,8 +20,7 @@ from jpaged.simulation.sharing import AMPLE, share_saved
 from jpaged.simulation.trace import MAX_LEN, SHAREGPT, Lengths, draw_trace, mixed_trace
 
 # Lengths are divided by these, so that all takes minutes on a CPU.
-SCALE = 4  # those of ShareGPT, and the longest that there may be
-MIXED_SCALE = 8  # short and long ones
+SCALE = 4  # those of ShareGPT, of short and long ones, and the longest that there may be
 ENGINE: dict[str, Any] = {
     "page_size": PAGE_SIZE,
     "max_num_seqs": 16,
@@ -231,18 +230,19 @@ def measure_use(engine: Any, texts: Texts, seed: int) -> Use:
 
 
 def measure_batching(engine: Any, texts: Texts, rounds: int, seed: int, tell: Callable[[str], None]) -> list[Batched]:
-    """Requests with short and with long outputs, three ways in turn: in static batches that go on with all rows until
-    the longest output has ended, as where a batch is one tensor; in static batches whose rows end one by one; and
-    continuously."""
+    """Requests with short and with long outputs, three ways in turn: in static batches of one tensor, whose prompts are
+    all padded to the longest and whose rows all go on until the longest output has ended; in static batches without
+    padding, whose rows end one by one; and continuously."""
     rows = ENGINE["max_num_seqs"]
-    works = [work(texts, lengths, temperature=0.0) for lengths in scaled(mixed_trace(NUM_MIXED, seed), MIXED_SCALE)]
+    works = [work(texts, lengths, temperature=0.0) for lengths in scaled(mixed_trace(NUM_MIXED, seed), SCALE)]
     wanted = sum(one.sampling.max_tokens or 0 for one in works)
-    longest = []
+    padded = []
     for start in range(0, len(works), rows):
         batch = works[start : start + rows]
+        longest = max(len(one.prompt) for one in batch)
         most = max(batch, key=lambda one: one.sampling.max_tokens or 0).sampling
-        longest += [one._replace(sampling=most) for one in batch]
-    ways = {"static, all rows to the end": (longest, rows), "static": (works, rows), "continuous": (works, None)}
+        padded += [Work(texts.prompt(longest), most) for _ in batch]
+    ways = {"static, one tensor": (padded, rows), "static": (works, rows), "continuous": (works, None)}
     found: dict[str, list[tuple[float, int]]] = {how: [] for how in ways}
     for number in range(rounds):  # in turn, so that a slow minute of the machine does not fall on one of them
         for how, (requests, batch_size) in ways.items():

@@ -16,6 +16,13 @@ CHUNK = 256  # vocabulary entries taken together when a largest one or a draw is
 NEVER = -jnp.inf
 
 
+class Scores(NamedTuple):
+    """The logits that a row draws from, and those that were taken out of them for `SamplingBatch.banned_ids`."""
+
+    allowed: Float[Array, "num_seqs vocab"]
+    taken: Float[Array, "num_seqs num_banned"]
+
+
 class Sampled(NamedTuple):
     """What a step draws for each row."""
 
@@ -26,6 +33,7 @@ class Sampled(NamedTuple):
     candidate_logprobs: Float[Array, "num_seqs num_candidates"] | None = None
     # Of each token's target (`Batch.targets`), where the batch has any: this one is by token, not by row.
     prompt_logprobs: Float[Array, " num_tokens"] | None = None
+    scores: Scores | None = None  # for what looks at them again; they stay on the device
 
 
 def sample(
@@ -50,9 +58,9 @@ def sample(
     # Nothing reads the logits any more when they are written: else they would be copied.
     logits, taken = lax.optimization_barrier((logits, taken))
     allowed = logits.at[banned].set(NEVER, mode="drop")
-    greedy, largest = _argmax(allowed)
+    greedy, largest = argmax(allowed)
     # Over the allowed and the taken apart: then one pass finds the largest logits for all that follows.
-    normalizer = jnp.logaddexp(_logsumexp(allowed, largest), jax.nn.logsumexp(taken, axis=-1))
+    normalizer = jnp.logaddexp(log_sum_exp(allowed, largest), jax.nn.logsumexp(taken, axis=-1))
     token_ids = lax.cond(
         jnp.any(sampling.temperature > 0),
         lambda: jnp.where(
@@ -61,14 +69,14 @@ def sample(
         lambda: greedy,
     )
     chosen = jnp.take_along_axis(allowed, token_ids[:, None], axis=-1)[:, 0]  # no banned id is chosen
-    sampled = Sampled(token_ids, chosen - normalizer)
+    sampled = Sampled(token_ids, chosen - normalizer, scores=Scores(allowed, taken))
     if not num_candidates:
         return sampled
-    ids, scores = _top(allowed, num_candidates)
+    ids, scores = largest_of(allowed, num_candidates)
     return sampled._replace(candidate_ids=ids, candidate_logprobs=scores - normalizer[:, None])
 
 
-def _top(logits, number):
+def largest_of(logits, number):
     """The `number` largest logits of each row and their ids. They lie in the chunks with the largest maxima, of which
     as many are looked at."""
     num_seqs, vocab = logits.shape
@@ -82,12 +90,12 @@ def _top(logits, number):
     return ids.astype(jnp.int32), scores
 
 
-def _logsumexp(logits, largest):
+def log_sum_exp(logits, largest):
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
     return shift + jnp.log(jnp.sum(jnp.exp(logits - shift[:, None]), axis=-1))
 
 
-def _argmax(logits):
+def argmax(logits):
     """The lowest id with the largest logit, and this logit: found among the maxima of chunks, then inside the first
     chunk that has it, so that the whole is read once."""
     num_seqs, vocab = logits.shape
@@ -101,6 +109,13 @@ def _argmax(logits):
 
 
 def _draw(logits, largest, sampling: SamplingBatch, positions, implementation, interpret):
+    kept, scaled = keep(logits, largest, sampling, implementation, interpret)
+    return look_up(jnp.where(kept, jnp.exp(scaled), 0), uniform(sampling.seed, positions))
+
+
+def keep(logits, largest, sampling: SamplingBatch, implementation, interpret):
+    """Which ids the filters leave, and what the logits are after the temperature, the largest being 0. Of rows that
+    are greedy it means nothing."""
     draws = sampling.temperature > 0
     # Beyond, a CPU takes the reciprocal for 0, and a banned id's weight would be NaN.
     temperature = jnp.where(draws, jnp.minimum(sampling.temperature, 1e37), 1.0)
@@ -115,11 +130,10 @@ def _draw(logits, largest, sampling: SamplingBatch, positions, implementation, i
         interpret=interpret,
     )
     # Subtracted before the division, which may overflow: the largest stays 0, whatever the temperature.
-    scaled = (logits - largest[:, None]) / temperature[:, None]
-    return _look_up(jnp.where(kept, jnp.exp(scaled), 0), _uniform(sampling.seed, positions))
+    return kept, (logits - largest[:, None]) / temperature[:, None]
 
 
-def _uniform(seed, positions):
+def uniform(seed, positions):
     """A number in [0, 1) for each row, a function of its seed (two words) and the position alone."""
 
     def one(seed, position):
@@ -129,7 +143,7 @@ def _uniform(seed, positions):
     return jax.vmap(one)(seed, positions)
 
 
-def _look_up(weights, uniform):
+def look_up(weights, uniform):
     """The first id at which the running sum of `weights` passes `uniform` times their total.
 
     In two levels: sums of chunks, then inside one chunk, so that no running sum over the vocabulary is formed.

@@ -14,10 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jpaged.device.adjusted_sampler import Told, jitted_sample_adjusted
 from jpaged.device.kv_pages import jitted_put, kv_pages_like, kv_shape, take_pages
+from jpaged.device.sampler import Sampled, Scores
 from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
+from jpaged.host.adjustments import Adjustments, none_of
 from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
 from jpaged.host.cache import cache_dir
 from jpaged.host.sampling_params import MAX_BANNED_IDS
@@ -26,8 +29,8 @@ from jpaged.models.config import ModelConfig
 log = logging.getLogger("jpaged")
 
 Step = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
-Move = tuple[str, int]  # "copy", "take" or "put", and how many pages
-Shape = Step | Move
+Named = tuple[str, int]  # "copy", "take" or "put", and how many pages; "adjust", and how many rows
+Shape = Step | Named
 
 
 class LateCompileError(RuntimeError):
@@ -113,22 +116,27 @@ def batch_like(shape: Step, buckets: Buckets, with_rope_lens: bool, with_targets
         block_tables=array((rows, buckets.pages_per_seq), np.int32),
         context_lens=array((rows,), np.int32),
         query_starts=None if is_decode else array((rows + 1,), np.int32),
-        sampling=SamplingBatch(
-            temperature=array((rows,), np.float32),
-            top_k=array((rows,), np.int32),
-            top_p=array((rows,), np.float32),
-            min_p=array((rows,), np.float32),
-            seed=array((rows, 2), np.uint32),
-            banned_ids=array((rows, MAX_BANNED_IDS), np.int32),
-        ),
+        sampling=sampling_like(rows),
         rope_lens=array((tokens,), np.int32) if with_rope_lens else None,
         targets=array((tokens,), np.int32) if with_targets and not is_decode else None,
     )
 
 
+def sampling_like(rows: int) -> SamplingBatch:
+    array = jax.ShapeDtypeStruct
+    return SamplingBatch(
+        temperature=array((rows,), np.float32),
+        top_k=array((rows,), np.int32),
+        top_p=array((rows,), np.float32),
+        min_p=array((rows,), np.float32),
+        seed=array((rows, 2), np.uint32),
+        banned_ids=array((rows, MAX_BANNED_IDS), np.int32),
+    )
+
+
 class CompiledSteps:
-    """`step` and what moves pages, compiled for each shape of `buckets`, with the precision of matrix products that
-    holds when this is made.
+    """`step`, what draws from adjusted logits, and what moves pages, compiled for each shape of `buckets`, with the
+    precision of matrix products that holds when this is made.
 
     `weights` may be arrays or shapes: shapes, dtypes and shardings are read, nothing is kept.
     """
@@ -164,6 +172,7 @@ class CompiledSteps:
             check_kernels(config, largest, self._kv_pages[0][0], jax.tree.leaves(self._weights)[0].dtype, kernels)
         self._precision = jax.config.jax_default_matmul_precision
         self._programs: dict[Shape, Callable] = {}
+        self._neutral: dict[int, Adjustments] = {}
         self._allow_late = allow_late
         self._to_come: dict[Shape, Future[Callable]] = {}
         self._threads: list[threading.Thread] = []
@@ -196,6 +205,8 @@ class CompiledSteps:
                 kv_pages, _ = program(weights, kv_pages, *like)
             elif shape[0] == "take":
                 jax.block_until_ready(program(kv_pages, *like))
+            elif shape[0] == "adjust":
+                jax.block_until_ready(program(*like))
             else:
                 kv_pages = program(kv_pages, *like)
         return jax.block_until_ready(kv_pages)
@@ -238,6 +249,26 @@ class CompiledSteps:
         program = self._programs.get(shape) or self._program_to_come(shape)
         return program(weights, kv_pages, batch)
 
+    def adjust(
+        self, scores: Scores, batch: Batch, adjustments: Adjustments, token_ids: Any = None
+    ) -> tuple[Sampled, Told]:
+        """What is drawn from the adjusted `scores` of a step, which are used up. `token_ids`: the last tokens, if they
+        are only known on the device."""
+        rows = len(batch.context_lens)
+        neutral = self._neutral.get(rows)
+        if neutral is None:  # on the device, as most of it is the same in most steps
+            neutral = none_of(rows, self.history_len, self._config.vocab_size)
+            neutral = self._neutral[rows] = jax.device_put(neutral, self._replicated or self._device)
+        if token_ids is not None:
+            adjustments = adjustments._replace(last_ids=token_ids)
+        given = adjustments._asdict().items()
+        adjustments = neutral._replace(**{name: value for name, value in given if value is not None})
+        return self._program("adjust", rows)(scores, batch.sampling, batch.context_lens, adjustments)
+
+    @property
+    def history_len(self) -> int:
+        return self._buckets.pages_per_seq * self._buckets.page_size
+
     @property
     def most_swapped(self) -> int:
         return self.swap_sizes[-1]
@@ -268,13 +299,14 @@ class CompiledSteps:
         packed[: len(page_ids)] = page_ids
         return packed
 
-    def _program(self, name: str, num_pages: int) -> Callable:
-        return self._programs.get((name, num_pages)) or self._program_to_come((name, num_pages))
+    def _program(self, name: str, number: int) -> Callable:
+        return self._programs.get((name, number)) or self._program_to_come((name, number))
 
     def _all_shapes(self) -> list[Shape]:
         moves = [("copy", n) for n in self._buckets.copies]
         moves += [(name, n) for n in self.swap_sizes for name in ("take", "put")]
-        return [*self._buckets.all_shapes(), *moves]
+        adjusted = [("adjust", rows) for rows in sorted({rows for _, rows, _ in self._buckets.all_shapes()})]
+        return [*self._buckets.all_shapes(), *moves, *adjusted]
 
     def _program_to_come(self, shape: Shape) -> Callable:
         future = self._to_come.get(shape)
@@ -282,7 +314,8 @@ class CompiledSteps:
             self._fulfil(shape, future)  # in front of the queue
             return future.result()
         if self._to_come:
-            batch = f"{shape[0]} tokens in {shape[1]} rows" if len(shape) == 3 else f"{shape[1]} pages to {shape[0]}"
+            things = "rows" if shape[0] == "adjust" else "pages"
+            batch = f"{shape[0]} tokens in {shape[1]} rows" if len(shape) == 3 else f"{shape[1]} {things} to {shape[0]}"
             what = f"a batch of {batch} was not compiled at warm-up"
             if not self._allow_late:
                 raise LateCompileError(f"{what}, and late_compile='error' forbids compiling it now")
@@ -294,6 +327,8 @@ class CompiledSteps:
         if len(shape) == 3:
             return (batch_like(shape, self._buckets, *self._batch_fields),)
         name, num_pages = shape
+        if name == "adjust":
+            return self._adjust_like(num_pages)
         if name == "copy":
             return (jax.ShapeDtypeStruct((num_pages, 2), np.int32),)
         page_ids = jax.ShapeDtypeStruct((num_pages,), np.int32)
@@ -302,6 +337,21 @@ class CompiledSteps:
         pages = kv_shape(self._config, num_pages, self._buckets.page_size)
         dtype = self._kv_pages[0][0].dtype
         return page_ids, jax.ShapeDtypeStruct((self._config.num_layers, 2, *pages), dtype)
+
+    def _adjust_like(self, rows: int) -> tuple[Any, ...]:
+        vocab = self._config.vocab_size
+        scores = Scores(*(jax.ShapeDtypeStruct((rows, n), np.float32) for n in (vocab, MAX_BANNED_IDS)))
+        none = jax.eval_shape(lambda: none_of(rows, self.history_len, vocab))
+        like = scores, sampling_like(rows), jax.ShapeDtypeStruct((rows,), np.int32), none
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._replicated), like)
+
+    @property
+    def _replicated(self) -> NamedSharding | None:
+        """How the scores lie of weights that are spread over devices."""
+        for leaf in jax.tree.leaves(self._weights):
+            if isinstance(leaf.sharding, NamedSharding):
+                return NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        return None
 
     def _lower(self, shape: Shape):
         # Such settings hold for a thread: without this, a program would depend on which thread makes it.
@@ -316,6 +366,8 @@ class CompiledSteps:
             if len(shape) == 3:
                 options = self._kernels, self._num_candidates
                 return jitted_step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
+            if shape[0] == "adjust":
+                return jitted_sample_adjusted.lower(*inputs, **self._kernels.others)
             if shape[0] == "copy":
                 return jitted_copy.lower(self._kv_pages, *inputs, self._kernels)
             move = jitted_put if shape[0] == "put" else jax.jit(take_pages, out_shardings=self._on_the_host())

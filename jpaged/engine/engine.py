@@ -13,17 +13,21 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from jpaged.device.adjusted_sampler import Told
 from jpaged.device.kv_pages import KVPages, make_kv_pages
 from jpaged.device.params import Params, check_params
 from jpaged.device.sampler import Sampled
 from jpaged.engine.blueprint import Blueprint
 from jpaged.engine.compile import compile_counter, own_settings, use_compilation_cache
+from jpaged.engine.constraints import Constraints
 from jpaged.engine.group import Group, Sample
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.prompt import Prompt, to_token_ids
 from jpaged.engine.samples import fork_of, samples_of
 from jpaged.engine.session import Session
 from jpaged.engine.swap_store import SwapStore, make_swap_space
+from jpaged.engine.tops import take_tops
+from jpaged.host.adjustments import pack_adjustments
 from jpaged.host.batch import Batch, pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
@@ -41,6 +45,7 @@ class _Flight(NamedTuple):
     plan: BatchPlan
     batch: Batch
     sampled: Sampled
+    told: Told | None = None  # of adjusted logits
 
 
 class Engine:
@@ -68,6 +73,7 @@ class Engine:
         self.max_model_len = plan.max_model_len
         self._limits = plan.limits
         self._buckets = plan.buckets
+        self._constraints = Constraints(params.tokenizer, params.config.vocab_size, plan.limits.eos_token_ids)
         swap_space = make_swap_space(config, plan.page_bytes)
         self._pool = PagePool(plan.num_pages, config.page_size, swap_space)
         self._scheduler = Scheduler(
@@ -137,6 +143,7 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         text, token_ids = to_token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
+        token_ids = token_ids[-(sampling.truncate_prompt_tokens or 0) :]
         self._limits.check(token_ids, sampling)
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be text or None, got {request_id!r}")
@@ -147,7 +154,9 @@ class Engine:
         if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
             raise ValueError(f"priority must be a whole number (the lower, the sooner), got {priority!r}")
         salt = self._limits.cache_salt(token_ids, sampling)
-        self._add(request_id, text, samples_of(request_id, token_ids, sampling, self._limits, int(priority), salt))
+        constraint = self._constraints.of(sampling)
+        requests = samples_of(request_id, token_ids, sampling, self._limits, int(priority), salt, constraint)
+        self._add(request_id, text, requests)
         return request_id
 
     def fork(self, request_id: str, n: int = 1, *, index: int = 0) -> list[str]:
@@ -221,6 +230,8 @@ class Engine:
             if self.config.async_scheduling and flight.batch.query_starts is None:
                 self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.sampled.token_ids)
             sampled = jax.device_get(flight.sampled)
+            if flight.told is not None:
+                take_tops(flight.plan.rows, flight.told)
             candidates = sampled.candidate_ids, sampled.candidate_logprobs
             gained = self._scheduler.update(
                 flight.plan, sampled.token_ids, sampled.logprobs, candidates, sampled.prompt_logprobs
@@ -291,7 +302,21 @@ class Engine:
             elif plan.page_copies:
                 self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
             self._kv_pages, sampled = self._steps(self.weights, self._kv_pages, batch)
-        return _Flight(plan._replace(rows=rows), batch, sampled)
+            # Made while the device computes: masks take the host's time.
+            adjustments = pack_adjustments(
+                rows,
+                self._scheduler.rows,
+                len(batch.context_lens),
+                self._steps.history_len,
+                self.model_config.vocab_size,
+                ahead=token_ids is not None,
+            )
+            scores, sampled = sampled.scores, sampled._replace(scores=None)
+            if adjustments is None or scores is None:
+                return _Flight(plan._replace(rows=rows), batch, sampled)
+            drawn, told = self._steps.adjust(scores, batch, adjustments, token_ids)
+            sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
+        return _Flight(plan._replace(rows=rows), batch, sampled, told)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request. What it gained and `step`
@@ -336,7 +361,7 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """The text of a request's output so far."""
-        if self.tokenizer is None or request.score_from is not None:
+        if self.tokenizer is None or request.score_from is not None or not request.sampling.detokenize:
             return None
         sampling = request.sampling
         detokenizer = Detokenizer(

@@ -43,7 +43,16 @@ class CompletionOutput:
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each token of `token_ids`, if `SamplingParams.logprobs` asked for it."""
-        return self._request.output_logprobs[: self._num_tokens] if self._request.sampling.logprobs else None
+        return self._request.output_logprobs[: self._num_tokens] if self._request.sampling.returns_logprobs else None
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        """For each token of `token_ids` the likeliest ids in its place and their log-probabilities, best first, as many
+        as `SamplingParams.logprobs` says; None if it says 0 or less than that."""
+        if not self._request.sampling.num_top_logprobs:
+            return None
+        tops = self._request.output_tops[: self._num_tokens]
+        return [dict(zip(ids.tolist(), logprobs.tolist(), strict=True)) for ids, logprobs in tops]
 
     @property
     def score(self) -> float | None:

@@ -6,13 +6,20 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jpaged.host.constraint import Constraint
 from jpaged.host.limits import Limits
 from jpaged.host.request import Request
 from jpaged.host.sampling_params import MAX_N, SamplingParams
 
 
 def samples_of(
-    request_id: str, token_ids: Sequence[int], sampling: SamplingParams, limits: Limits, priority: int, salt: bytes
+    request_id: str,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    limits: Limits,
+    priority: int = 0,
+    salt: bytes = b"",
+    constraint: Constraint | None = None,
 ) -> list[Request]:
     """The samples of one request, or the first of its beams."""
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
@@ -31,6 +38,7 @@ def samples_of(
                 parent=requests[0] if index else None,  # the prompt is computed once
                 priority=priority,
                 family=request_id,
+                constraint=constraint and constraint.fork(),
             )
         )
     return requests
@@ -48,6 +56,8 @@ def fork_of(parent: Request, name: str) -> Request:
         output_token_ids=list(parent.output_token_ids),
         output_logprobs=list(parent.output_logprobs),
         token_times=list(parent.token_times),
+        output_tops=list(parent.output_tops),
+        constraint=parent.constraint and parent.constraint.fork(),
     )
 
 

@@ -42,9 +42,18 @@ class Limits(NamedTuple):
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which must also "
                 "hold what is generated: shorten the prompt or raise max_model_len"
             )
-        for token_id in sampling.stop_token_ids or ():
-            if token_id >= self.vocab_size:
-                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary ends at {self.vocab_size - 1}")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token_id in getattr(sampling, name) or ():
+                if token_id >= self.vocab_size:
+                    raise ValueError(f"{name} has {token_id}, but the vocabulary ends at {self.vocab_size - 1}")
+        if sampling.num_top_logprobs > self.vocab_size:
+            raise ValueError(
+                f"logprobs must be at most the size of the vocabulary, {self.vocab_size}, got {sampling.logprobs}: "
+                "-1 asks for all"
+            )
+        for name in ("bad_words", "structured"):
+            if getattr(sampling, name) and not self.has_tokenizer:
+                raise ValueError(f"{name} needs a tokenizer, and these params have none")
         if sampling.stop and not self.has_tokenizer:
             raise ValueError("stop strings need a tokenizer, and these params have none: use stop_token_ids")
         if sampling.num_beams > 1:

@@ -25,6 +25,7 @@ class Queues:
         self.decode_rows = DecodeRows()  # those of the running that are not to be looked at one by one
         self.waiting: list[Request] = []  # without the forks of those whose prompt is not computed yet
         self.num_beams = 0  # beams among all
+        self.num_led = 0  # those that the host must see a token of before they draw the next
         self._num_arrivals = 0
 
     @property
@@ -36,6 +37,7 @@ class Queues:
         has as many places as it may have beams, from that of the first on."""
         self.requests[request.request_id] = request
         self.num_beams += request.is_beam
+        self.num_led += request.sampling.follows_tokens
         if order is None:
             order = self._num_arrivals + PRIORITY_PLACES * request.priority
             self._num_arrivals += request.sampling.num_beams
@@ -71,12 +73,14 @@ class Queues:
     def forget(self, request: Request) -> None:
         """Lets go of a request that has ended."""
         self.num_beams -= request.is_beam
+        self.num_led -= request.sampling.follows_tokens
         del self.requests[request.request_id]
 
     def wait_all(self) -> None:
         """Has all unfinished requests wait, whatever the other accounts say."""
         self.running, self.waiting = [], sorted(self.requests.values(), key=BY_ORDER)
         self.num_beams = sum(request.is_beam for request in self.waiting)
+        self.num_led = sum(request.sampling.follows_tokens for request in self.waiting)
 
     def release_forks(self, request: Request) -> None:
         """Has the forks that waited for a request's prompt wait for their turn, if it is computed or never will be."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .constraint import Constraint
 from .sampling_params import MAX_BANNED_IDS, SamplingParams
 
 ASKED = (
@@ -58,10 +59,13 @@ class Request:
     num_inherited_tokens: int = 0  # those at the front that it has in common with its parent
     # The first position of the prompt whose token is scored. Such a request generates nothing: it ends with the scores.
     score_from: int | None = None
+    constraint: Constraint | None = None  # which ids may be drawn
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    # Ids and log-probabilities of the likeliest tokens in the place of each, best first, if any are wanted.
+    output_tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)  # when each output token reached the host
     num_computed_tokens: int = 0  # tokens whose KV lies in `page_ids`
     page_ids: list[int] = field(default_factory=list)
@@ -105,7 +109,7 @@ class Request:
             self.num_inherited_tokens = self.num_tokens  # a fork begins as its parent is
         eos_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
         self.ending_ids = eos_token_ids | frozenset(self.sampling.stop_token_ids)
-        if self.sampling.min_tokens and len(self.ending_ids) > MAX_BANNED_IDS:
+        if self.sampling.min_tokens and len(self.ending_ids) > MAX_BANNED_IDS and self.constraint is None:
             raise ValueError(
                 f"min_tokens keeps at most {MAX_BANNED_IDS} end-of-sequence and stop ids from being drawn, but there "
                 f"are {len(self.ending_ids)}: give fewer stop_token_ids, or min_tokens=0"
@@ -203,8 +207,11 @@ class Request:
 
     def drop_half_token(self) -> None:
         """Takes back a token that an interruption has left without its log-probability or its time."""
-        kept = min(len(self.output_token_ids), len(self.output_logprobs), len(self.token_times))
-        for values in (self.output_token_ids, self.output_logprobs, self.token_times):
+        each: list[list[Any]] = [self.output_token_ids, self.output_logprobs, self.token_times]
+        if self.sampling.num_top_logprobs:
+            each.append(self.output_tops)
+        kept = min(map(len, each))
+        for values in each:
             del values[kept:]
 
     def num_left(self, max_model_len: int) -> int:

@@ -9,6 +9,9 @@ from .request import Request
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
 FLOAT32 = np.finfo(np.float32)
+# What a row asks for beside its draw: bits of `RowTable.kinds`.
+PENALIZED, BIASED, MASKED, TOLD = 1, 2, 4, 8  # TOLD: of the likeliest tokens, or of processed log-probabilities
+ADJUSTED = PENALIZED | BIASED | MASKED | TOLD
 
 
 class RowTable:
@@ -19,12 +22,16 @@ class RowTable:
         self.block_tables = np.zeros((num_rows, pages_per_seq), np.int32)  # page ids, padded with the null page
         self.sampling = np.zeros(num_rows, SAMPLING_ROW)
         self.min_tokens = np.zeros(num_rows, np.int64)
+        self.kinds = np.zeros(num_rows, np.uint8)
+        self._histories: dict[int, np.ndarray] = {}  # of rows with penalties: their tokens, as far as anybody asked
+        self._num_known: dict[int, int] = {}
         self.clear()
 
     def clear(self) -> None:
         """Takes all rows back, whoever has them."""
         self.block_tables[:] = 0
         self._free = list(range(len(self.block_tables)))
+        self._num_known.clear()
 
     def take(self, request: Request) -> None:
         """Gives a request a row. What 32 bits can't tell of its sampling is clamped, not rounded to a value with
@@ -39,11 +46,34 @@ class RowTable:
             sampling.min_p,
             (request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF),
         )
-        self.min_tokens[row] = min(sampling.min_tokens, 2**63 - 1)
+        # Where masks say what may be drawn, they say it of the ids that end the text, too.
+        self.min_tokens[row] = 0 if request.constraint is not None else min(sampling.min_tokens, 2**63 - 1)
+        self.kinds[row] = (
+            PENALIZED * sampling.has_penalties
+            | BIASED * (sampling.logit_bias is not None)
+            | MASKED * (request.constraint is not None)
+            | TOLD * (sampling.num_top_logprobs != 0 or (sampling.returns_logprobs and sampling.is_processed))
+        )
 
     def give_back(self, request: Request) -> None:
         """Takes a request's row from it, if it has one, for the next."""
         if request.block_table is not None:
             request.block_table[:] = 0
             self._free.append(request.row)
+            self._num_known.pop(request.row, None)
             request.block_table = None
+
+    def history(self, request: Request, num_tokens: int) -> np.ndarray:
+        """The first tokens of a request that has a row: int32 [num_tokens]."""
+        row = request.row
+        known = self._num_known.get(row, 0)
+        tokens = self._histories.get(row)
+        if tokens is None or len(tokens) < num_tokens:
+            grown = np.zeros(2 * num_tokens, np.int32)
+            if tokens is not None:
+                grown[:known] = tokens[:known]
+            tokens = self._histories[row] = grown
+        if known < num_tokens:
+            tokens[known:num_tokens] = request.tokens(known, num_tokens)
+            self._num_known[row] = num_tokens
+        return tokens[:num_tokens]

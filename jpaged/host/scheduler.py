@@ -202,7 +202,7 @@ class Scheduler:
         decode_rows = self._queues.decode_rows
         if plan.decoding is None or plan.decoding.version != decode_rows.version:
             return None
-        if not len(plan.rows) == len(decode_rows) == len(self.running):
+        if not len(plan.rows) == len(decode_rows) == len(self.running) or self._queues.num_led:
             return None
         if self.waiting and (not self._queues.is_full or self._queues.gives_way()):
             return None

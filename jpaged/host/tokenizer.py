@@ -131,6 +131,11 @@ class Tokenizer:
         """The default template's source; None if the model has none."""
         return self.chat_templates.get("default")
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which are no part of a text."""
+        return self._special_ids
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, special tokens included. A model may have more rows than that."""

@@ -115,7 +115,7 @@ def without_random_numbers() -> Any:
     """JAX 0.11 cannot lower its random numbers under an abstract mesh with a device: there, zeros stand for them."""
     if jax.__version_info__ >= (0, 12):
         return nullcontext()
-    return mock.patch("jpaged.device.sampler._uniform", lambda seed, positions: jnp.zeros(positions.shape, jnp.float32))
+    return mock.patch("jpaged.device.sampler.uniform", lambda seed, positions: jnp.zeros(positions.shape, jnp.float32))
 
 
 def find_facts(compiled: Any, weights: Any, pool: Any, logits: int) -> StepFacts:

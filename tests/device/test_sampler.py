@@ -260,7 +260,7 @@ def test_banned_ids_of_a_row_are_free_for_the_others():
 
 def test_an_id_without_weight_is_not_drawn_however_the_sums_are_rounded():
     # Targets around every boundary between chunks that begin and end with ids of no weight.
-    look_up = jax.jit(sampler._look_up)
+    look_up = jax.jit(sampler.look_up)
     for seed in range(6):
         rng = np.random.default_rng(seed)
         weights = rng.exponential(size=(50, sampler.CHUNK)).astype(np.float32)

@@ -1,0 +1,84 @@
+"""Drawing from logits that are changed row by row, and telling of the likeliest tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jpaged.device.sampler import NEVER, Sampled, Scores, argmax, keep, largest_of, log_sum_exp, look_up, uniform
+from jpaged.host.adjustments import Adjustments
+from jpaged.host.batch import SamplingBatch
+
+NUM_TOPS = 32  # of the likeliest ids that a step tells of; for more, the whole vocabulary's are fetched
+
+
+class Told(NamedTuple):
+    """What is told of the distribution that a row's token was drawn from, or of the raw one."""
+
+    ids: Int32[Array, "num_seqs num_tops"]  # the likeliest, best first and of equal ones the lowest
+    logprobs: Float[Array, "num_seqs num_tops"]
+    all_logprobs: Float[Array, "num_seqs vocab"]
+
+
+def sample_adjusted(
+    scores: Scores,
+    sampling: SamplingBatch,
+    positions: Int32[Array, " num_seqs"],
+    adjustments: Adjustments,
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[Sampled, Told]:
+    """As `sample`, from adjusted logits: penalties first, then bias, then masks. The same draw where a row's
+    adjustments change nothing."""
+    banned = jnp.arange(len(positions))[:, None], sampling.banned_ids
+    raw = scores.allowed.at[banned].set(scores.taken, mode="drop")
+    logits = adjusted_logits(raw, positions, adjustments).at[banned].set(NEVER, mode="drop")
+    greedy, largest = argmax(logits)
+    draws = sampling.temperature > 0
+
+    def draw():
+        kept, scaled = keep(logits, largest, sampling, implementation, interpret)
+        ids = look_up(jnp.where(kept, jnp.exp(scaled), 0), uniform(sampling.seed, positions))
+        final = jnp.where(draws[:, None], jnp.where(kept, scaled, NEVER), logits)
+        return jnp.where(draws, ids, greedy), final
+
+    token_ids, final = lax.cond(jnp.any(draws), draw, lambda: (greedy, logits))
+    told_of = jnp.where(adjustments.processed[:, None], final, raw)
+    logprobs = told_of - log_sum_exp(told_of, jnp.max(told_of, axis=-1))[:, None]
+    ids, tops = largest_of(logprobs, NUM_TOPS)
+    chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)[:, 0]
+    return Sampled(token_ids, chosen), Told(ids, tops, logprobs)
+
+
+def adjusted_logits(
+    logits: Float[Array, "num_seqs vocab"], positions: Int32[Array, " num_seqs"], adjustments: Adjustments
+) -> Float[Array, "num_seqs vocab"]:
+    """The logits under penalties, bias and masks. `positions`: of the tokens to be drawn."""
+    num_seqs, vocab = logits.shape
+    rows = jnp.arange(num_seqs)
+    repetition, frequency, presence = (adjustments.penalties[:, i : i + 1] for i in range(3))
+    penalized = jnp.any(adjustments.penalties != jnp.array([1, 0, 0], jnp.float32), axis=-1)
+
+    def penalize(logits):
+        history = jnp.asarray(adjustments.history)
+        last = jnp.where(penalized, adjustments.last_ids, vocab)
+        ids = jnp.concatenate([history, last[:, None]], axis=1)
+        at = jnp.concatenate([jnp.broadcast_to(jnp.arange(history.shape[1]), history.shape), positions[:, None] - 1], 1)
+        is_output = at >= adjustments.prompt_lens[:, None]
+        counts = jnp.zeros((num_seqs, vocab), jnp.int32).at[rows[:, None], ids].add(is_output, mode="drop")
+        seen = jnp.zeros((num_seqs, vocab), bool).at[rows[:, None], ids].set(True, mode="drop")
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+        return logits - frequency * counts - presence * (counts > 0)
+
+    logits = lax.cond(jnp.any(penalized), penalize, lambda logits: logits, logits)
+    logits = logits.at[rows[:, None], adjustments.bias_ids].add(adjustments.bias, mode="drop")
+    bits = jnp.asarray(adjustments.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(num_seqs, -1)[:, :vocab] > 0, logits, NEVER)
+
+
+jitted_sample_adjusted = jax.jit(sample_adjusted, static_argnames=("implementation", "interpret"), donate_argnums=0)
