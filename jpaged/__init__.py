@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jpaged.engine.session import Session as Session
     from jpaged.host.config import EngineConfig as EngineConfig
     from jpaged.host.sampling_params import SamplingParams as SamplingParams
+    from jpaged.host.structured import Structured as Structured
     from jpaged.models.config import ModelConfig as ModelConfig
     from jpaged.models.decoder import forward as forward
 
@@ -33,6 +34,7 @@ _HOMES = {
     "RequestOutput": "jpaged.engine.outputs",
     "SamplingParams": "jpaged.host.sampling_params",
     "Session": "jpaged.engine.session",
+    "Structured": "jpaged.host.structured",
     "forward": "jpaged.models.decoder",
     "generate": "jpaged.engine.api",
     "load": "jpaged.checkpoint",
@@ -48,6 +50,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Session",
+    "Structured",
     "forward",
     "generate",
     "load",

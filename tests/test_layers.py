@@ -40,6 +40,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jpaged.host.tokenizer": {"numpy", "tokenizers", *sys.stdlib_module_names},
     "jpaged.host.gguf_tokenizer": {"numpy", "tokenizers", *sys.stdlib_module_names},
     "jpaged.host.chat": {"jinja2", *sys.stdlib_module_names},
+    "jpaged.host.grammar": {"llguidance", "numpy", *sys.stdlib_module_names},
     "jpaged.simulation": {"numpy", *sys.stdlib_module_names},
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "numpy", *sys.stdlib_module_names},
     "pallas_kernels.paged_attention.jax_triton": {"jax", "jax_triton", "triton", *sys.stdlib_module_names},

@@ -16,7 +16,7 @@ from jpaged.host.sampling_params import SamplingParams
 TINY = Path(__file__).parents[1] / "data" / "checkpoints" / "llama"
 # Those of the engine's tests: one cache of compiled programs serves both.
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "page_size": 4, "num_pages": 65}
-SIZES = {"SCALE": 32, "MIXED_SCALE": 16, "NUM_REQUESTS": 10, "NUM_SHARING": 4, "NUM_MIXED": 24}
+SIZES = {"SCALE": 32, "NUM_REQUESTS": 10, "NUM_SHARING": 4, "NUM_MIXED": 24}
 SIZES |= {"NUM_TEXTS": 4, "TEXT_LEN": 32, "PAGE_SIZE": 4}
 
 
@@ -99,7 +99,7 @@ def test_the_command_measures_and_writes_json(smaller, tmp_path):
         "KV utilisation mean",
         "parallel sampling",
         "beam search",
-        "static, all rows to the end",
+        "static, one tensor",
         "continuous",
     ):
         assert part in result.stdout
