@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -161,9 +161,9 @@ class SamplingParams:
             ids = () if value is None else value
             if not isinstance(ids, (tuple, list)) or not all(_is_token_id(i) for i in ids):
                 fail(name, "a list of token ids of at least 0")
+            if name == "allowed_token_ids" and not ids:
+                fail(name, "a list of at least one token id, or None for all")
             object.__setattr__(self, name, tuple(int(i) for i in ids))
-        if self.allowed_token_ids == ():
-            fail("allowed_token_ids", "a list of at least one token id, or None for all")
         if self.structured is not None and not isinstance(self.structured, Structured):
             fail("structured", "a Structured or None")
         if self.structured is not None and self.allowed_token_ids is not None:
@@ -184,6 +184,10 @@ class SamplingParams:
         # Very small temperatures overflow logits / temperature; the draw is the greedy one long before that.
         if self.temperature < 1e-4:
             object.__setattr__(self, "temperature", 0.0)
+
+    def __hash__(self) -> int:
+        bias = frozenset((self.logit_bias or {}).items())  # the one field that has no hash of its own
+        return hash((bias, *(getattr(self, field.name) for field in fields(self) if field.name != "logit_bias")))
 
     def _check_beams(self) -> None:
         """Raise ValueError for what contradicts a beam search."""

@@ -139,7 +139,10 @@ SAMPLING = {
     "stop": ("", [""], [1], 5),
     "stop_token_ids": ([-1], [1.5], [True], 5),
     "ignore_eos": (1, "yes"),
-    "logprobs": (5,),
+    "logprobs": (-2, 1.5),
+    "repetition_penalty": (0, math.nan, -1),
+    "frequency_penalty": (3, math.inf),
+    "allowed_token_ids": ([], [-1]),
 }
 
 
@@ -158,6 +161,11 @@ def test_contradictory_sampling_values_are_refused():
     "sampling, message",
     [
         (SamplingParams(stop_token_ids=[320]), "stop_token_ids has 320.*ends at 319"),
+        (SamplingParams(logit_bias={320: 1}), "logit_bias has 320.*ends at 319"),
+        (SamplingParams(allowed_token_ids=[1, 320]), "allowed_token_ids has 320.*ends at 319"),
+        (SamplingParams(logprobs=321), "logprobs must be at most the size of the vocabulary, 320, got 321"),
+        (SamplingParams(bad_words="x"), "bad_words needs a tokenizer"),
+        (SamplingParams(structured=jpaged.Structured(regex="x")), "structured needs a tokenizer"),
         (SamplingParams(stop="x"), "stop strings need a tokenizer.*stop_token_ids"),
         (SamplingParams(stop_token_ids=list(range(3, 50)), min_tokens=1), "at most 32.*min_tokens=0"),
         ({"temperature": 0}, "sampling must be SamplingParams, got dict"),

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from jpaged.host.sampling_params import MAX_N, SamplingParams
+from jpaged.host.sampling_params import MAX_BIASED_IDS, MAX_N, SamplingParams
+from jpaged.host.structured import Structured
 
 
 def test_by_default_a_sample_of_sixteen_tokens_is_drawn_from_the_unmodified_distribution():
@@ -28,6 +29,14 @@ def test_by_default_a_sample_of_sixteen_tokens_is_drawn_from_the_unmodified_dist
         ("max_tokens", 1),
         ("max_tokens", None),
         ("min_tokens", 16),
+        ("repetition_penalty", 0.1),
+        ("frequency_penalty", -2),
+        ("presence_penalty", 2.0),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("logprobs", -1),
+        ("logprobs", 10**6),
+        ("truncate_prompt_tokens", 1),
         ("seed", 0),
         ("seed", -(2**63)),
         ("seed", 2**64 - 1),
@@ -76,7 +85,28 @@ def test_the_ends_of_every_range_are_allowed(name, value):
         ("stop_token_ids", [True]),
         ("include_stop_str_in_output", 1),
         ("ignore_eos", None),
-        ("logprobs", 5),
+        ("logprobs", -2),
+        ("logprobs", 1.5),
+        ("logprobs", "all"),
+        ("logprobs_mode", "cooked"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", float("nan")),
+        ("repetition_penalty", float("inf")),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("presence_penalty", -2.5),
+        ("presence_penalty", None),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 7),
+        ("allowed_token_ids", [True]),
+        ("bad_words", [""]),
+        ("bad_words", 3),
+        ("structured", {"regex": "a"}),
+        ("detokenize", 1),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", 2.0),
         ("skip_special_tokens", "no"),
     ],
 )
@@ -85,6 +115,68 @@ def test_a_value_out_of_range_is_refused_by_name_with_the_value(name, value):
         SamplingParams(**{name: value})
     assert f"{name} must be" in str(refused.value)
     assert f"got {value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("bias", "shown"),
+    [
+        ({5: 101}, "5: 101"),
+        ({5: float("nan")}, "5: nan"),
+        ({5: "much"}, "5: 'much'"),
+        ({5: True}, "5: True"),
+        ({-1: 1.0}, "-1: 1.0"),
+        ({"five": 1.0}, "'five': 1.0"),
+        ({1.5: 1.0}, "1.5: 1.0"),
+        ({True: 1.0}, "True: 1.0"),
+        ([5], "[5]"),
+        (dict.fromkeys(range(MAX_BIASED_IDS + 1), 1.0), f"dict of {MAX_BIASED_IDS + 1}"),
+    ],
+)
+def test_a_logit_bias_is_ids_and_numbers(bias, shown):
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(logit_bias=bias)
+    assert "logit_bias must be" in str(refused.value) and str(refused.value).endswith(f"got {shown}")
+
+
+def test_the_ids_of_a_logit_bias_may_be_text_as_in_json():
+    assert SamplingParams(logit_bias={"7": 1, 8: np.float32(-2)}).logit_bias == {7: 1.0, 8: -2.0}
+    assert SamplingParams(logit_bias={}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"stop": "a", "detokenize": False}, "needs detokenize=True"),
+        ({"structured": Structured(regex="a"), "ignore_eos": True}, "contradicts ignore_eos"),
+        ({"structured": Structured(regex="a"), "allowed_token_ids": [1]}, "give one of them"),
+        ({"num_beams": 2, "temperature": 0, "logit_bias": {1: 1.0}}, "contradicts num_beams"),
+        ({"num_beams": 2, "temperature": 0, "logprobs": 3}, "contradicts num_beams"),
+        ({"num_beams": 2, "temperature": 0, "bad_words": "a"}, "contradicts num_beams"),
+    ],
+)
+def test_what_contradicts_is_refused(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "exactly one of json, json_object, regex, grammar, choice, got none"),
+        ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
+        ({"json_object": 1}, "json_object must be True or False, got 1"),
+        ({"regex": b"a"}, "regex must be text, got bytes"),
+        ({"choice": []}, "from 1 to"),
+        ({"choice": ["a", ""]}, "non-empty texts"),
+        ({"choice": "abc"}, "non-empty texts"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": [1]}, "an object"),
+        ({"json": {"minimum": float("nan")}}, "not JSON"),
+    ],
+)
+def test_a_structure_is_one_thing(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Structured(**options)
 
 
 def test_min_tokens_beyond_max_tokens_is_refused():
@@ -105,6 +197,8 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
 
 
 def test_equal_parameters_are_one_key():
+    structures = [Structured(json={"type": "object"}), Structured(json='{"type": "object"}')]
+    assert len({SamplingParams(structured=one, logit_bias={1: 2}) for one in structures}) == 1
     assert len({SamplingParams(stop=["a"]), SamplingParams(stop=("a",)), SamplingParams(stop="a")}) == 1
 
 
