@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,17 @@ from jpaged.host.adjustments import Adjustments
 from jpaged.host.batch import SamplingBatch
 
 NUM_TOPS = 32  # of the likeliest ids that a step tells of; for more, the whole vocabulary's are fetched
+
+
+class LogitsState(NamedTuple):
+    """What a `logits_processor` knows of its rows. Rows that only fill up the batch have no tokens."""
+
+    token_ids: Int32[Array, "num_seqs max_model_len"]  # prompt and output so far, padded with the vocabulary size
+    num_tokens: Int32[Array, " num_seqs"]  # of them; where the token to be drawn will stand
+    num_prompt_tokens: Int32[Array, " num_seqs"]
+
+
+Processor = Callable[[jax.Array, LogitsState], jax.Array]
 
 
 class Told(NamedTuple):
@@ -32,12 +44,13 @@ def sample_adjusted(
     *,
     implementation: str | None = None,
     interpret: bool = False,
+    processor: Processor | None = None,
 ) -> tuple[Sampled, Told]:
-    """As `sample`, from adjusted logits: penalties first, then bias, then masks. The same draw where a row's
-    adjustments change nothing."""
+    """As `sample`, from adjusted logits: penalties first, then bias, the `processor`, and masks. The same draw where a
+    row's adjustments change nothing."""
     banned = jnp.arange(len(positions))[:, None], sampling.banned_ids
     raw = scores.allowed.at[banned].set(scores.taken, mode="drop")
-    logits = adjusted_logits(raw, positions, adjustments).at[banned].set(NEVER, mode="drop")
+    logits = adjusted_logits(raw, positions, adjustments, processor).at[banned].set(NEVER, mode="drop")
     greedy, largest = argmax(logits)
     draws = sampling.temperature > 0
 
@@ -56,7 +69,10 @@ def sample_adjusted(
 
 
 def adjusted_logits(
-    logits: Float[Array, "num_seqs vocab"], positions: Int32[Array, " num_seqs"], adjustments: Adjustments
+    logits: Float[Array, "num_seqs vocab"],
+    positions: Int32[Array, " num_seqs"],
+    adjustments: Adjustments,
+    processor: Processor | None = None,
 ) -> Float[Array, "num_seqs vocab"]:
     """The logits under penalties, bias and masks. `positions`: of the tokens to be drawn."""
     num_seqs, vocab = logits.shape
@@ -77,8 +93,18 @@ def adjusted_logits(
 
     logits = lax.cond(jnp.any(penalized), penalize, lambda logits: logits, logits)
     logits = logits.at[rows[:, None], adjustments.bias_ids].add(adjustments.bias, mode="drop")
+    if processor is not None:
+        # A row that fills up the batch has no last token: its place would be the last one, from the end.
+        last = jnp.where(positions > 0, positions - 1, jnp.asarray(adjustments.history).shape[1])
+        token_ids = jnp.asarray(adjustments.history).at[rows, last].set(adjustments.last_ids, mode="drop")
+        processed = processor(logits, LogitsState(token_ids, positions, jnp.asarray(adjustments.prompt_lens)))
+        if processed.shape != logits.shape:
+            raise ValueError(f"logits_processor must return logits {logits.shape}, got {processed.shape}")
+        logits = processed.astype(logits.dtype)
     bits = jnp.asarray(adjustments.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(num_seqs, -1)[:, :vocab] > 0, logits, NEVER)
 
 
-jitted_sample_adjusted = jax.jit(sample_adjusted, static_argnames=("implementation", "interpret"), donate_argnums=0)
+jitted_sample_adjusted = jax.jit(
+    sample_adjusted, static_argnames=("implementation", "interpret", "processor"), donate_argnums=0
+)

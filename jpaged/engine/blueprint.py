@@ -122,6 +122,7 @@ class Blueprint:
             num_candidates=self.limits.num_candidates,
             swap_sizes=swap_sizes(self.page_bytes) if with_swap else (),
             with_targets=self.config.prompt_logprobs,
+            logits_processor=self.config.logits_processor,
             device=self.device,
             allow_late=self.config.late_compile == "allow",
         )

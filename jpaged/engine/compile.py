@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jpaged.device.adjusted_sampler import Told, jitted_sample_adjusted
+from jpaged.device.adjusted_sampler import Processor, Told, jitted_sample_adjusted
 from jpaged.device.kv_pages import jitted_put, kv_pages_like, kv_shape, take_pages
 from jpaged.device.sampler import Sampled, Scores
 from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
@@ -153,6 +153,7 @@ class CompiledSteps:
         num_candidates: int = 0,
         swap_sizes: Sequence[int] = (),
         with_targets: bool = False,
+        logits_processor: Processor | None = None,
         device: jax.Device | None = None,
         allow_late: bool,
     ):
@@ -165,6 +166,7 @@ class CompiledSteps:
         self.swap_sizes = swap_sizes  # ascending: how many pages are taken, or put, at once
         self._kernels = kernels
         self._num_candidates = num_candidates
+        self._logits_processor = logits_processor
         self._device = device  # for which kernels are chosen; None: the default one
         self._batch_fields = needs_rope_lens(config), with_targets
         with jax.default_device(self._device or jax.config.jax_default_device):
@@ -367,7 +369,7 @@ class CompiledSteps:
                 options = self._kernels, self._num_candidates
                 return jitted_step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
             if shape[0] == "adjust":
-                return jitted_sample_adjusted.lower(*inputs, **self._kernels.others)
+                return jitted_sample_adjusted.lower(*inputs, **self._kernels.others, processor=self._logits_processor)
             if shape[0] == "copy":
                 return jitted_copy.lower(self._kv_pages, *inputs, self._kernels)
             move = jitted_put if shape[0] == "put" else jax.jit(take_pages, out_shardings=self._on_the_host())

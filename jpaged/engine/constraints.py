@@ -21,7 +21,6 @@ class Constraints:
         """None if nothing is said id by id. Raises ValueError for a structure that no text can have."""
         if not sampling.has_masks:
             return None
-        assert self._tokenizer is not None or not sampling.follows_tokens, "checked by `Limits`"
         bad_words = [ids for word in sampling.bad_words or () for ids in self._spellings(word)]
         return Constraint(
             self._vocab_size,

@@ -22,6 +22,7 @@ from jpaged.engine.compile import compile_counter, own_settings, use_compilation
 from jpaged.engine.constraints import Constraints
 from jpaged.engine.group import Group, Sample
 from jpaged.engine.outputs import RequestOutput
+from jpaged.engine.processors import ProcessorError, process
 from jpaged.engine.prompt import Prompt, to_token_ids
 from jpaged.engine.samples import fork_of, samples_of
 from jpaged.engine.session import Session
@@ -244,8 +245,10 @@ class Engine:
                 group = self._groups.get(name) if name is not None else None
                 if group is not None and not group.num_unfinished:
                     del self._groups[group.request_id]
-        except BaseException:  # Ctrl-C and the alarms of a program come in the middle of anything
+        except BaseException as error:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
+            if isinstance(error, ProcessorError):  # it would come again, and nobody get on
+                self.abort(self._samples[error.request.request_id].group.request_id)
             raise
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
@@ -310,10 +313,12 @@ class Engine:
                 self._steps.history_len,
                 self.model_config.vocab_size,
                 ahead=token_ids is not None,
+                with_histories=self.config.logits_processor is not None,
             )
             scores, sampled = sampled.scores, sampled._replace(scores=None)
             if adjustments is None or scores is None:
                 return _Flight(plan._replace(rows=rows), batch, sampled)
+            scores = process(rows, scores, batch.sampling.banned_ids)
             drawn, told = self._steps.adjust(scores, batch, adjustments, token_ids)
             sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
         return _Flight(plan._replace(rows=rows), batch, sampled, told)

@@ -16,7 +16,7 @@ class Adjustments(NamedTuple):
     """For B rows of a batch; V is the vocabulary size. Ids that are V are padding. A field that is None is as if no row
     asked for it."""
 
-    # int32 [B, L]: the tokens of the sequence but the last, of rows with penalties; padded with V.
+    # int32 [B, L]: the tokens of the sequence but the last, of rows that ask for it; padded with V.
     history: np.ndarray | None
     prompt_lens: np.ndarray  # int32 [B]
     last_ids: np.ndarray  # int32 [B]: the last tokens
@@ -42,13 +42,22 @@ def none_of(batch_rows: int, history_len: int, vocab_size: int) -> Adjustments:
 
 
 def pack_adjustments(
-    rows: Sequence[Row], table: RowTable, batch_rows: int, history_len: int, vocab_size: int, ahead: bool = False
+    rows: Sequence[Row],
+    table: RowTable,
+    batch_rows: int,
+    history_len: int,
+    vocab_size: int,
+    *,
+    ahead: bool = False,
+    with_histories: bool = False,
 ) -> Adjustments | None:
     """The adjustments of a batch's rows, in its order; None if no row asks for anything.
 
-    `ahead`: as for `pack`; the caller puts in `last_ids`.
+    `ahead`: as for `pack`; the caller puts in `last_ids`. `with_histories`: all rows ask for their tokens.
     """
     kinds = table.kinds[np.array([request.row for request, _, _ in rows], np.intp)]
+    if with_histories:
+        kinds |= np.uint8(PENALIZED)
     adjusted = (kinds & ADJUSTED).nonzero()[0].tolist()
     if not adjusted:
         return None

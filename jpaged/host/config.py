@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -40,6 +40,9 @@ class EngineConfig:
     prefix_caching: keep the KV of full pages, until their place is needed, for later prompts that begin with the same
         tokens.
     prompt_logprobs: whether steps can give the log-probabilities of prompts, which `Session.score` needs.
+    logits_processor: a function (logits, state) -> logits of JAX arrays, compiled into the programs that draw, for all
+        rows of every step: float32 [num_seqs, vocab], and a `jpaged.device.adjusted_sampler.LogitsState`. It runs after
+        penalties and bias and before masks.
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
     warm_up: compile and try every shape when the engine is built (True); compile them in threads while it serves, those
         that a request waits for first ("background"); or compile each when it is first met (False).
@@ -68,6 +71,7 @@ class EngineConfig:
     preemption: Literal["swap", "recompute"] | None = None
     prefix_caching: bool = True
     prompt_logprobs: bool = False
+    logits_processor: Callable[..., Any] | None = None
     async_scheduling: bool = True
     warm_up: bool | Literal["background"] = "background"
     late_compile: Literal["allow", "error"] = "allow"
@@ -123,6 +127,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_swap()
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ValueError(f"logits_processor must be a function or None, got {self.logits_processor!r}")
         if self.kernels not in (None, *KERNELS):
             raise ValueError(f"kernels must be None or one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.interpret_kernels and self.kernels not in ("mosaic_gpu", "triton"):

@@ -10,8 +10,9 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 SAMPLING_ROW = np.dtype(list(zip(SAMPLING_FIELDS, ("<f4", "<i4", "<f4", "<f4", "2<u4"), strict=True)))
 FLOAT32 = np.finfo(np.float32)
 # What a row asks for beside its draw: bits of `RowTable.kinds`.
-PENALIZED, BIASED, MASKED, TOLD = 1, 2, 4, 8  # TOLD: of the likeliest tokens, or of processed log-probabilities
-ADJUSTED = PENALIZED | BIASED | MASKED | TOLD
+# TOLD: of the likeliest tokens, or of processed log-probabilities. PROCESSED: by a function on the host.
+PENALIZED, BIASED, MASKED, TOLD, PROCESSED = 1, 2, 4, 8, 16
+ADJUSTED = PENALIZED | BIASED | MASKED | TOLD | PROCESSED
 
 
 class RowTable:
@@ -52,6 +53,7 @@ class RowTable:
             PENALIZED * sampling.has_penalties
             | BIASED * (sampling.logit_bias is not None)
             | MASKED * (request.constraint is not None)
+            | PROCESSED * (sampling.logits_processor is not None)
             | TOLD * (sampling.num_top_logprobs != 0 or (sampling.returns_logprobs and sampling.is_processed))
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -38,6 +38,9 @@ class SamplingParams:
     allowed_token_ids: the only ids that are drawn. bad_words: words that the output does not have, at the start or
         after a space, however the tokens before their last one came about. structured: a `Structured`, which says what
         the text is to look like. Where these leave nothing to draw but ids that end the text, min_tokens gives way.
+    logits_processor: a function (token_ids, logits) -> logits that is called on the host for every token, with prompt
+        and output so far and the model's logits, float32 [vocab]; what it returns takes their place. For research: the
+        logits of all rows travel to the host and back in every step, and no step is started ahead of it.
     max_tokens: at most this many new tokens; None: until the model's length is used up.
     min_tokens: no end-of-sequence or stop token is drawn, and no stop string ends the text, before this many tokens.
     stop: strings that end the text where they first appear (not shown unless `include_stop_str_in_output`).
@@ -70,6 +73,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: str | tuple[str, ...] | list[str] | None = None
     structured: Structured | None = None
+    logits_processor: Callable[[list[int], np.ndarray], np.ndarray] | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -166,6 +170,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(int(i) for i in ids))
         if self.structured is not None and not isinstance(self.structured, Structured):
             fail("structured", "a Structured or None")
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            fail("logits_processor", "a function or None")
         if self.structured is not None and self.allowed_token_ids is not None:
             raise ValueError("structured says what may be drawn, and so does allowed_token_ids: give one of them")
         if self.structured is not None and self.ignore_eos:
@@ -196,6 +202,7 @@ class SamplingParams:
         off: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "best_of": None, "stop": ()}
         off |= {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None}
         off |= {"allowed_token_ids": None, "bad_words": (), "structured": None, "logprobs_mode": "raw"}
+        off |= {"logits_processor": None}
         for name, value in off.items():
             if getattr(self, name) != value and not (name == "top_k" and self.top_k == -1):
                 raise ValueError(
@@ -248,8 +255,8 @@ class SamplingParams:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether what may be drawn depends on the tokens before, in a way that the host alone knows."""
-        return bool(self.bad_words) or self.structured is not None
+        """Whether a draw depends on the tokens before, in a way that the host alone knows."""
+        return bool(self.bad_words) or self.structured is not None or self.logits_processor is not None
 
 
 def _is_token_id(value: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Structured texts through the engine. The parrot finds all tokens equally likely but those of its script: what it draws
-beside them is chance, held in shape by the masks alone."""
+"""Structured texts through the engine. The parrot finds all tokens but those of its script equally likely: what it
+draws beside them is chance, held in shape by the masks alone."""
 
 from __future__ import annotations
 
