@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jpaged.device.sampler import largest_of
 from jpaged.device.sharding import replicated
 from jpaged.models.decoder import logits
 
@@ -16,11 +17,18 @@ CHUNK = 64  # tokens: with a vocabulary of 128 k, their scores take 32 MiB
 
 
 def prompt_logprobs(
-    weights: dict[str, Any], hidden: Float[Array, "num_tokens d_model"], targets: Int32[Array, " num_tokens"]
-) -> Float[Array, " num_tokens"]:
+    weights: dict[str, Any],
+    hidden: Float[Array, "num_tokens d_model"],
+    targets: Int32[Array, " num_tokens"],
+    num_tops: int = 1,
+) -> tuple[
+    Float[Array, " num_tokens"], tuple[Int32[Array, "num_tokens num_tops"], Float[Array, "num_tokens num_tops"]]
+]:
     """The log-probability of each target after the token with this hidden state, under the model's own logits (no
-    temperature, no filters); 0 where the target is -1. Chunks without a target cost next to nothing.
+    temperature, no filters), and 0 where the target is -1; the `num_tops` likeliest ids in its place, best first, with
+    theirs. Chunks without a target cost next to nothing.
     """
+    num_tops = min(num_tops, jax.eval_shape(logits, weights, hidden).shape[1])
     num_tokens = len(targets)
     padding = -num_tokens % CHUNK if num_tokens > CHUNK else 0
     hidden = jnp.pad(hidden, [(0, padding), (0, 0)])
@@ -32,11 +40,18 @@ def prompt_logprobs(
         def compute():
             scores = replicated(logits(weights, hidden))
             chosen = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
-            return jnp.where(targets >= 0, chosen - jax.nn.logsumexp(scores, axis=-1), 0)
+            normalizer = jax.nn.logsumexp(scores, axis=-1)
+            ids, tops = largest_of(scores, num_tops)
+            return jnp.where(targets >= 0, chosen - normalizer, 0), (ids, tops - normalizer[:, None])
 
-        return lax.cond(jnp.any(targets >= 0), compute, lambda: jnp.zeros(targets.shape, jnp.float32))
+        def nothing():
+            shape = len(targets), num_tops
+            return jnp.zeros(targets.shape, jnp.float32), (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+        return lax.cond(jnp.any(targets >= 0), compute, nothing)
 
     size = min(CHUNK, num_tokens)
     chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
     with jax.named_scope("prompt_logprobs"):
-        return lax.map(of_chunk, chunks).reshape(-1)[:num_tokens]
+        found = lax.map(of_chunk, chunks)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:num_tokens], found)

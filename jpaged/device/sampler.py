@@ -33,6 +33,8 @@ class Sampled(NamedTuple):
     candidate_logprobs: Float[Array, "num_seqs num_candidates"] | None = None
     # Of each token's target (`Batch.targets`), where the batch has any: this one is by token, not by row.
     prompt_logprobs: Float[Array, " num_tokens"] | None = None
+    # The likeliest ids in the target's place and their log-probabilities. They stay on the device until asked for.
+    prompt_tops: tuple[Int32[Array, "num_tokens num_tops"], Float[Array, "num_tokens num_tops"]] | None = None
     scores: Scores | None = None  # for what looks at them again; they stay on the device
 
 

@@ -14,6 +14,7 @@ from jpaged.device.prompt_logprobs import prompt_logprobs
 from jpaged.device.sampler import Sampled, sample
 from jpaged.device.sharding import over_heads, replicated
 from jpaged.host.batch import Batch
+from jpaged.host.sampling_params import MAX_PROMPT_TOPS
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Attend, decode, logits
 from pallas_kernels import copy_pages, paged_attention, ragged_paged_attention, write_kv
@@ -118,7 +119,8 @@ def step(
         options = {"num_candidates": num_candidates, **kernels.others}
         sampled = sample(scores, batch.sampling, batch.context_lens, **options)
     if batch.targets is not None:
-        sampled = sampled._replace(prompt_logprobs=prompt_logprobs(weights, hidden, batch.targets))
+        scored, tops = prompt_logprobs(weights, hidden, batch.targets, MAX_PROMPT_TOPS)
+        sampled = sampled._replace(prompt_logprobs=scored, prompt_tops=tops)
     return kv_pages, sampled
 
 

@@ -55,7 +55,7 @@ def generate(
         EngineConfig.from_options(options)
         return []
     with _lock:
-        engine = _engine_for(params, options | _wide_enough(options, sampling))
+        engine = _engine_for(params, options | _able_to(sampling, options))
         try:
             return run(engine, prompt_list, sampling, progress=progress)
         finally:
@@ -74,7 +74,7 @@ def stream(
     """
     prompt_list = as_prompts(prompts)
     with _lock:
-        engine = _engine_for(params, options | _wide_enough(options, sampling))
+        engine = _engine_for(params, options | _able_to(sampling, options))
         # Requests are checked and queued now and not at the first `next`, so that an error comes from this call.
         try:
             ids = _add_all(engine, prompt_list, sampling, names=[str(i) for i in range(len(prompt_list))])
@@ -214,12 +214,18 @@ def _add_all(
     return ids
 
 
-def _wide_enough(options: Mapping[str, Any], sampling: Any) -> dict[str, int]:
-    """The option for the widest of the beam searches that are asked for: the next power of two, so that few engines are
-    built."""
-    each = sampling if isinstance(sampling, Sequence) else [sampling]
-    widest = max([one.num_beams for one in each if isinstance(one, SamplingParams)], default=1)
-    return {} if widest == 1 or "max_num_beams" in options else {"max_num_beams": 1 << (widest - 1).bit_length()}
+def _able_to(sampling: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that an engine needs for what is asked for: scores of prompts, and the widest of the beam searches
+    (the next power of two, so that few engines are built)."""
+    given = sampling if isinstance(sampling, Sequence) else [sampling]
+    each = [one for one in given if isinstance(one, SamplingParams)]
+    needed: dict[str, Any] = {}
+    widest = max([one.num_beams for one in each], default=1)
+    if widest > 1:
+        needed["max_num_beams"] = 1 << (widest - 1).bit_length()
+    if any(one.prompt_logprobs is not None for one in each):
+        needed["prompt_logprobs"] = True
+    return {name: value for name, value in needed.items() if name not in options}
 
 
 def _engine_for(params: Params, options: Mapping[str, Any]) -> Engine:

@@ -27,7 +27,7 @@ from jpaged.engine.prompt import Prompt, to_token_ids
 from jpaged.engine.samples import fork_of, samples_of
 from jpaged.engine.session import Session
 from jpaged.engine.swap_store import SwapStore, make_swap_space
-from jpaged.engine.tops import take_tops
+from jpaged.engine.tops import take_prompt_tops, take_tops
 from jpaged.host.adjustments import pack_adjustments
 from jpaged.host.batch import Batch, pack
 from jpaged.host.beam_search import BeamSearch
@@ -47,6 +47,7 @@ class _Flight(NamedTuple):
     batch: Batch
     sampled: Sampled
     told: Told | None = None  # of adjusted logits
+    prompt_tops: tuple[jax.Array, jax.Array] | None = None
 
 
 class Engine:
@@ -233,6 +234,8 @@ class Engine:
             sampled = jax.device_get(flight.sampled)
             if flight.told is not None:
                 take_tops(flight.plan.rows, flight.told)
+            if flight.prompt_tops is not None:
+                take_prompt_tops(flight.plan.rows, flight.prompt_tops)
             candidates = sampled.candidate_ids, sampled.candidate_logprobs
             gained = self._scheduler.update(
                 flight.plan, sampled.token_ids, sampled.logprobs, candidates, sampled.prompt_logprobs
@@ -254,7 +257,7 @@ class Engine:
             self._in_flight = None  # all ended at a token that nobody foresaw
         if flight.batch.query_starts is not None and self._pool.swap_space is not None:
             self._pool.swap_space.costs.record_prompt(time.perf_counter() - began, flight.plan.num_tokens)
-        self._record(flight, sum(request.score_from is None for request in gained))
+        self._record(flight, sum(not request.only_scores for request in gained))
         if warm:
             # Others compile too, between the steps.
             self.stats.num_compiles += self._compile_counter.compiles - compiles
@@ -315,13 +318,14 @@ class Engine:
                 ahead=token_ids is not None,
                 with_histories=self.config.logits_processor is not None,
             )
-            scores, sampled = sampled.scores, sampled._replace(scores=None)
+            scores, prompt_tops = sampled.scores, sampled.prompt_tops
+            sampled = sampled._replace(scores=None, prompt_tops=None)
             if adjustments is None or scores is None:
-                return _Flight(plan._replace(rows=rows), batch, sampled)
+                return _Flight(plan._replace(rows=rows), batch, sampled, None, prompt_tops)
             scores = process(rows, scores, batch.sampling.banned_ids)
             drawn, told = self._steps.adjust(scores, batch, adjustments, token_ids)
             sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-        return _Flight(plan._replace(rows=rows), batch, sampled, told)
+        return _Flight(plan._replace(rows=rows), batch, sampled, told, prompt_tops)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request. What it gained and `step`
@@ -366,7 +370,7 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """The text of a request's output so far."""
-        if self.tokenizer is None or request.score_from is not None or not request.sampling.detokenize:
+        if self.tokenizer is None or request.only_scores or not request.sampling.detokenize:
             return None
         sampling = request.sampling
         detokenizer = Detokenizer(

@@ -76,6 +76,7 @@ class Group:
         for index, output in enumerate(outputs):
             output.index = index
         first = self.samples[0].request
+        scores, tops = self._prompt_scores(first)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -86,7 +87,18 @@ class Group:
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             num_swapped_pages=sum(s.request.num_swapped_pages for s in self.samples),
             num_page_copies=sum(s.request.num_page_copies for s in self.samples),
+            prompt_logprobs=scores,
+            prompt_top_logprobs=tops,
         )
+
+    @staticmethod
+    def _prompt_scores(first: Request) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
+        """What was asked about the tokens of the prompt."""
+        wanted = first.sampling.prompt_logprobs
+        if wanted is None or first.lacks_scores:
+            return None, None
+        tops = [dict(zip(ids.tolist(), scores.tolist(), strict=True)) for ids, scores in first.prompt_tops]
+        return [None, *first.prompt_logprobs], [None, *tops] if wanted else None
 
     def branch(self, scheduler: Scheduler, detokenizer_of: Callable[[Request], Detokenizer | None]) -> bool:
         """Has the beams go on, if all know how they may; True when the search has ended."""

@@ -79,7 +79,9 @@ class RequestOutput:
     prompt: the text that was given, or that the chat template made; None for token ids. num_preemptions: how often it
     had to give way, all samples together. num_cached_tokens: tokens of the prompt whose KV was found in the prefix
     cache. num_swapped_pages: pages that were brought back for it from swap space; num_page_copies: pages that were
-    copied as its samples went on differently in them; both all samples together.
+    copied as its samples went on differently in them; both all samples together. prompt_logprobs: the log-probability
+    of each token of the prompt, None for the first, if `SamplingParams.prompt_logprobs` asked for it;
+    prompt_top_logprobs: the likeliest ids in its place and theirs, best first, if it asked for any.
     """
 
     request_id: str
@@ -91,6 +93,8 @@ class RequestOutput:
     num_cached_tokens: int
     num_swapped_pages: int = 0
     num_page_copies: int = 0
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def latencies(self) -> list[Latencies]:

@@ -39,6 +39,9 @@ def samples_of(
                 priority=priority,
                 family=request_id,
                 constraint=constraint and constraint.fork(),
+                # Of the first sample: the others begin with what it has computed.
+                score_from=None if index or sampling.prompt_logprobs is None or len(token_ids) < 2 else 1,
+                generates=True,
             )
         )
     return requests

@@ -39,3 +39,21 @@ def take_tops(rows: Sequence[Row], told: Told) -> None:
             tops = order, whole[index][order]
         del request.output_tops[len(request.output_token_ids) :]  # of a step that was interrupted
         request.output_tops.append(tops)
+
+
+def take_prompt_tops(rows: Sequence[Row], tops: tuple[jax.Array, jax.Array]) -> None:
+    """Gives each request that wants to know of the likeliest tokens in the places of its prompt those that this step
+    has found; before the scores of the prompt's own tokens. After a preemption they come again."""
+    fetched: tuple[np.ndarray, np.ndarray] | None = None
+    first = 0
+    for request, start, num_tokens in rows:
+        number = request.sampling.prompt_logprobs
+        scored = request.scored(start, start + num_tokens)
+        is_current = request.status is RequestStatus.RUNNING and request.num_computed_tokens == start
+        if number and scored and is_current and request.score_from is not None:
+            fetched = jax.device_get(tops) if fetched is None else fetched
+            at = first + scored.start - start
+            del request.prompt_tops[scored.start - (request.score_from - 1) :]
+            for ids, logprobs in zip(*(part[at : at + len(scored), :number].copy() for part in fetched), strict=True):
+                request.prompt_tops.append((ids, logprobs))
+        first += num_tokens

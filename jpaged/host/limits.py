@@ -51,6 +51,11 @@ class Limits(NamedTuple):
                 f"logprobs must be at most the size of the vocabulary, {self.vocab_size}, got {sampling.logprobs}: "
                 "-1 asks for all"
             )
+        if sampling.prompt_logprobs is not None and not self.prompt_logprobs:
+            raise ValueError(
+                f"prompt_logprobs={sampling.prompt_logprobs} needs an engine with prompt_logprobs=True, and this one "
+                "has prompt_logprobs=False"
+            )
         for name in ("bad_words", "structured"):
             if getattr(sampling, name) and not self.has_tokenizer:
                 raise ValueError(f"{name} needs a tokenizer, and these params have none")

@@ -235,7 +235,8 @@ class PageTables:
     def _keys(self, request: Request, start: int) -> Iterator[bytes]:
         """The keys of its pages, from number `start` on, that are of use to it."""
         keys = request.keys(start, self.pool.page_size)
-        if request.score_from is None:
+        if not request.lacks_scores:
             return keys
+        assert request.score_from is not None
         # The token before the first that is scored must be computed, with all after it: pages know no logits.
         return islice(keys, max((request.score_from - 1) // self.pool.page_size - start, 0))

@@ -57,8 +57,9 @@ class Request:
     parent: Request | None = None  # until the fork is started
     is_beam: bool = False  # its next token is chosen by a `BeamSearch`
     num_inherited_tokens: int = 0  # those at the front that it has in common with its parent
-    # The first position of the prompt whose token is scored. Such a request generates nothing: it ends with the scores.
+    # The first position of the prompt whose token is scored. Such a request ends with the scores, unless it generates.
     score_from: int | None = None
+    generates: bool = False  # after its scores
     constraint: Constraint | None = None  # which ids may be drawn
 
     status: RequestStatus = RequestStatus.WAITING
@@ -80,6 +81,8 @@ class Request:
     num_page_copies: int = 0  # as it went on in a page that others hold
     num_forks: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)  # of the tokens from `score_from` on, as far as computed
+    # The likeliest tokens in the place of each of them, if any are wanted: as `output_tops`.
+    prompt_tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     score: float | None = None  # of a sequence that a beam search has found
     candidates: tuple[np.ndarray, np.ndarray] | None = None  # of a beam: ids and log-probabilities of its next token
     finish_reason: str | None = None  # "stop", "length" or "abort"
@@ -190,6 +193,15 @@ class Request:
             return range(0)
         return range(max(start, self.score_from - 1), min(stop, self.num_prompt_tokens - 1))
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether it ends with its scores."""
+        return self.score_from is not None and not self.generates
+
+    @property
+    def lacks_scores(self) -> bool:
+        return self.score_from is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - self.score_from
+
     def take_scores(self, start: int, logprobs: Sequence[float]) -> bool:
         """Takes in what its tokens from `start` on say about those that follow; whether all are scored now. After a
         preemption they come again, and replace the earlier ones."""
@@ -198,7 +210,7 @@ class Request:
         known = scored.start - (self.score_from - 1)
         assert known <= len(self.prompt_logprobs), f"{self.request_id} was never told the scores before token {start}"
         self.prompt_logprobs[known:] = logprobs[scored.start - start : scored.stop - start]
-        return len(self.prompt_logprobs) == self.num_prompt_tokens - self.score_from
+        return not self.lacks_scores
 
     def append(self, token_id: int, logprob: float, now: float) -> None:
         self.output_token_ids.append(token_id)

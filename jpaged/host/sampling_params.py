@@ -14,6 +14,7 @@ from .structured import Structured
 MAX_N = 1024
 MAX_BEAMS = 64
 MAX_PENALTY = 16  # a length to this power is still a float
+MAX_PROMPT_TOPS = 32  # of the likeliest tokens in each place of a prompt
 MAX_BIASED_IDS = 1024
 MAX_BIAS = 100
 MAX_BANNED_IDS = 32  # columns of the table of ids that `min_tokens` keeps from being drawn
@@ -52,6 +53,9 @@ class SamplingParams:
         its place, too (-1: all of the vocabulary). logprobs_mode: "raw": under the model's own logits; "processed":
         under what the token is drawn from, that is after penalties, bias, masks, temperature and filters (at
         temperature 0: without these two).
+    prompt_logprobs: 0: the log-probability of each token of the prompt but the first, under the model's own logits; k:
+        the k likeliest tokens in its place, too. The engine must be built with `prompt_logprobs=True`. Nothing of such
+        a prompt is taken from the prefix cache.
     skip_special_tokens: leave special tokens, such as the end of sequence, out of the text.
     detokenize: False: token ids only, no text.
     truncate_prompt_tokens: only so many of the prompt's last tokens are used.
@@ -87,6 +91,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: bool | int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
@@ -131,6 +136,8 @@ class SamplingParams:
         self._check_logit_bias()
         if not isinstance(self.logprobs, bool | None):
             whole("logprobs", -1, math.inf, "True, False, None, a whole number of at least 0, or -1 for the vocabulary")
+        if self.prompt_logprobs is not None:
+            whole("prompt_logprobs", 0, MAX_PROMPT_TOPS, f"a whole number from 0 to {MAX_PROMPT_TOPS}, or None")
         if self.logprobs_mode not in ("raw", "processed"):
             fail("logprobs_mode", "'raw' or 'processed'")
         if self.truncate_prompt_tokens is not None:
@@ -202,7 +209,7 @@ class SamplingParams:
         off: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "best_of": None, "stop": ()}
         off |= {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None}
         off |= {"allowed_token_ids": None, "bad_words": (), "structured": None, "logprobs_mode": "raw"}
-        off |= {"logits_processor": None}
+        off |= {"logits_processor": None, "prompt_logprobs": None}
         for name, value in off.items():
             if getattr(self, name) != value and not (name == "top_k" and self.top_k == -1):
                 raise ValueError(

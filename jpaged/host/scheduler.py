@@ -103,7 +103,7 @@ class Scheduler:
         has as many places as it may have beams, from that of the first on."""
         if request.request_id in self._queues.requests:
             raise ValueError(f"request_id {request.request_id!r} is in use: give each unfinished request its own")
-        if request.num_tokens + (request.score_from is None) > self.max_model_len:
+        if request.num_tokens + (not request.only_scores) > self.max_model_len:
             raise ValueError(
                 f"the prompt has {request.num_tokens} tokens and leaves no room to generate within max_model_len "
                 f"({self.max_model_len}): shorten the prompt or raise max_model_len"
@@ -249,13 +249,15 @@ class Scheduler:
                 self._tables.drop_unseen(request)
             if request.forks:
                 self._queues.release_forks(request)
-            if request.score_from is not None:
+            if request.lacks_scores or request.only_scores:
                 assert prompt_logprobs is not None, "scores need steps that return the log-probabilities of prompts"
                 before = sum(length for _, _, length in plan.rows[:index])
-                if request.take_scores(start, prompt_logprobs[before : before + num_tokens].tolist()):
-                    gained.append(request)
-                    self.finish(request, "stop")
-                continue
+                is_scored = request.take_scores(start, prompt_logprobs[before : before + num_tokens].tolist())
+                if request.only_scores:
+                    if is_scored:
+                        gained.append(request)
+                        self.finish(request, "stop")
+                    continue
             if end < request.num_tokens:
                 continue  # what was drawn is not behind its last token
             gained.append(request)

@@ -10,7 +10,12 @@ import pytest
 from jpaged.device.prompt_logprobs import CHUNK, prompt_logprobs
 
 VOCAB, WIDTH = 1000, 16
-jitted = jax.jit(prompt_logprobs)
+with_tops = jax.jit(prompt_logprobs, static_argnums=3)
+
+
+@jax.jit
+def jitted(*args):
+    return prompt_logprobs(*args)[0]
 
 
 def arrays(num_tokens: int, dtype=np.float32):
@@ -55,3 +60,14 @@ def test_the_scores_of_all_tokens_are_never_there_at_once():
     head, hidden, targets = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
     memory = jitted.lower({"head": head}, hidden, targets).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * num_tokens * vocab / 4
+
+
+@pytest.mark.parametrize("num_tokens", [5, 2 * CHUNK + 3])
+def test_the_likeliest_ids_come_with_them(num_tokens):
+    weights, hidden, targets = arrays(num_tokens)
+    _, (ids, logprobs) = with_tops(weights, hidden, targets, 7)
+    whole = np.asarray(jax.nn.log_softmax(hidden @ weights["head"]))
+    order = np.argsort(-whole, axis=-1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(np.asarray(ids), order)
+    np.testing.assert_allclose(np.asarray(logprobs), np.take_along_axis(whole, order, 1), atol=2e-5, rtol=0)
+    assert with_tops(weights, hidden, targets, 2000)[1][0].shape == (num_tokens, VOCAB)
