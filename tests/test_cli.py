@@ -20,6 +20,7 @@ from jpaged.cli.chat import Conversation
 from jpaged.host.config import EngineConfig
 from jpaged.host.metrics import EngineStats
 from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.structured import Structured
 
 generate_module = importlib.import_module("jpaged.cli.generate")
 chat_module = importlib.import_module("jpaged.cli.chat")
@@ -161,11 +162,56 @@ def test_an_interrupted_generate_aborts_and_keeps_what_was_said(fake):
 
 
 def test_every_sampling_parameter_has_an_option():
-    assert options.SAMPLING.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert options.SAMPLING.keys() | options.PYTHON_ONLY == fields and not options.SAMPLING.keys() & options.PYTHON_ONLY
 
 
 def test_every_engine_option_has_an_option():
-    assert options.ENGINE.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert options.ENGINE.keys() | {"logits_processor"} == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_what_is_drawn_can_be_changed_from_the_command_line(fake, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    flags = "--repetition-penalty 1.2 --frequency-penalty 0.5 --presence-penalty -0.5 --logit-bias 7=-2.5 "
+    flags += "--logit-bias 8=1 --bad-word no --bad-word never --truncate-prompt-tokens 5 --logprobs-mode processed"
+    for shape, structured in {
+        f"json=@{tmp_path / 'schema.json'}": {"json": {"type": "object"}},
+        "json_object": {"json_object": True},
+        "regex=[a-z]=": {"regex": "[a-z]="},
+        "choice=yes|no": {"choice": ["yes", "no"]},
+    }.items():
+        assert run("generate", *flags.split(), "--structured", shape, "hello").exit_code == 0
+        assert fake.seen[-1][1] == SamplingParams(
+            repetition_penalty=1.2,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            logit_bias={7: -2.5, 8: 1},
+            bad_words=["no", "never"],
+            truncate_prompt_tokens=5,
+            logprobs_mode="processed",
+            structured=Structured(**structured),
+            max_tokens=fake.seen[-1][1].max_tokens,
+            temperature=0,
+        )
+    assert run("generate", "--allowed-token-id", 5, "--allowed-token-id", 6, "hello").exit_code == 0
+    assert fake.seen[-1][1].allowed_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--logit-bias", "7"], "'7' is not a token id and a number"),
+        (["--logit-bias", "7=much"], "'7=much' is not"),
+        (["--structured", "xml=a"], "'xml=a' is none of json=SCHEMA"),
+        (["--structured", "regex="], "'regex=' is none of"),
+        (["--structured", "json={"], "not JSON"),
+        (["--structured", "json=@/absent.json"], "/absent.json cannot be read"),
+        (["--presence-penalty", "3"], "presence_penalty must be from -2 to 2"),
+    ],
+)
+def test_what_cannot_be_read_of_them_is_refused(fake, flags, complaint):
+    result = run("generate", *flags, "hello")
+    assert result.exit_code and complaint in result.output, result.output
 
 
 def test_every_sampling_option_reaches_the_request(fake):

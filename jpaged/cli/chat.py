@@ -35,7 +35,7 @@ def chat(system: str | None, stats: bool, **options: Any) -> None:
     sampling = sampling_from(options)
     if sampling.n != 1 or sampling.best_of is not None or sampling.num_beams != 1:
         raise click.UsageError("a chat shows one answer as it comes; leave -n, --best-of and --num-beams out")
-    if sampling.logprobs:
+    if sampling.returns_logprobs:
         raise click.UsageError("a chat shows no log-probabilities; leave --logprobs out")
     opened = open_engine(options, **engine_for_one())
     if not getattr(opened.tokenizer, "chat_template", None):

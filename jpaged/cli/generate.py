@@ -87,7 +87,7 @@ def stream_answer(opened: OpenedEngine, request: Any, sampling: Any) -> bool:
         for sample in sorted(output.outputs, key=lambda sample: sample.index):
             sys.stdout.write(f"[{sample.index + 1}/{sampling.n}] {sample.text}\n")
     sys.stdout.flush()
-    if sampling.logprobs:
+    if sampling.returns_logprobs:
         for sample in output.outputs:
             click.echo(f"log-probability {sample.cumulative_logprob:.4f}", err=True)
     num_tokens = sum(len(sample.token_ids) for sample in output.outputs)

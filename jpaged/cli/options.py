@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,44 @@ from jpaged.small_model import small_model_path
 DTYPES = ("float32", "bfloat16", "float16")
 
 EARLY_STOPPING: dict[str, Any] = {"yes": True, "no": False, "never": "never"}
+
+PYTHON_ONLY = {"logits_processor", "prompt_logprobs", "detokenize"}  # of no use on the command line
+
+
+def _bias(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:
+    """From texts ID=NUMBER."""
+    bias: dict[str, float] = {}
+    for value in values:
+        token_id, _, number = value.partition("=")
+        try:
+            bias[token_id.strip()] = float(number)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a token id and a number, such as 42=-5") from None
+    return bias or None
+
+
+def _structure(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Any:
+    """From a text KIND=TEXT, or KIND=@FILE."""
+    if value is None:
+        return None
+    from jpaged.host.structured import Structured
+
+    kind, _, text = value.partition("=")
+    if kind not in ("json", "json_object", "regex", "grammar", "choice") or not text and kind != "json_object":
+        raise click.BadParameter(
+            f"{value!r} is none of json=SCHEMA, json_object, regex=PATTERN, grammar=LARK, choice=ONE|OTHER"
+        )
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text()
+        except (OSError, UnicodeError) as error:
+            raise click.BadParameter(f"{text[1:]} cannot be read: {error}") from None
+    try:
+        given: dict[str, Any] = {kind: {"json_object": True, "choice": text.split("|")}.get(kind, text)}
+        return Structured(**given)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
 
 # One entry a field of SamplingParams (a test holds them to it): the flag names and what click needs to know.
 SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -47,6 +86,36 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--min-p",),
         {"type": float, "help": "Drop tokens whose probability is below this share of the likeliest token's."},
     ),
+    "repetition_penalty": (
+        ("--repetition-penalty",),
+        {"type": float, "help": "Divides the logits of tokens that prompt or answer have; above 1: fewer repetitions."},
+    ),
+    "frequency_penalty": (
+        ("--frequency-penalty",),
+        {"type": float, "help": "Taken from a token's logit each time that the answer has it."},
+    ),
+    "presence_penalty": (
+        ("--presence-penalty",),
+        {"type": float, "help": "Taken from a token's logit if the answer has it."},
+    ),
+    "logit_bias": (
+        ("--logit-bias",),
+        {"multiple": True, "callback": _bias, "metavar": "ID=NUMBER", "help": "Added to a logit (repeatable)."},
+    ),
+    "allowed_token_ids": (
+        ("--allowed-token-id",),
+        {"type": int, "multiple": True, "help": "Draw nothing but this token (repeatable)."},
+    ),
+    "bad_words": (("--bad-word",), {"multiple": True, "help": "A word that does not come (repeatable)."}),
+    "structured": (
+        ("--structured",),
+        {
+            "callback": _structure,
+            "metavar": "KIND=TEXT",
+            "help": "The shape of the answer: json=SCHEMA, json_object, regex=PATTERN, grammar=LARK or "
+            "choice=ONE|OTHER; TEXT may be @FILE.",
+        },
+    ),
     "max_tokens": (("-m", "--max-tokens"), {"type": int, "help": "At most so many new tokens; 0: as many as fit."}),
     "min_tokens": (("--min-tokens",), {"type": int, "help": "At least so many new tokens."}),
     "stop": (("--stop",), {"type": str, "multiple": True, "help": "End the text before this string (repeatable)."}),
@@ -61,6 +130,14 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ignore_eos": (("--ignore-eos",), {"is_flag": True, "help": "Go on after the model's end-of-sequence token."}),
     "seed": (("--seed",), {"type": int, "help": "Makes draws repeatable."}),
     "logprobs": (("--logprobs",), {"is_flag": True, "help": "Print the log-probability of the answer."}),
+    "logprobs_mode": (
+        ("--logprobs-mode",),
+        {"type": click.Choice(["raw", "processed"]), "help": "Under the model's logits, or what is drawn from."},
+    ),
+    "truncate_prompt_tokens": (
+        ("--truncate-prompt-tokens",),
+        {"type": int, "help": "Use so many of the prompt's last tokens alone."},
+    ),
     "skip_special_tokens": (
         ("--skip-special-tokens/--show-special-tokens",),
         {"help": "Leave special tokens out of the text.", "default": True},

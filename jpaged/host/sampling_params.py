@@ -134,7 +134,9 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             real(name, -2.0, 2.0, "from -2 to 2 (0 is none)")
         self._check_logit_bias()
-        if not isinstance(self.logprobs, bool | None):
+        if isinstance(self.logprobs, bool):
+            object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
+        if self.logprobs is not None:
             whole("logprobs", -1, math.inf, "True, False, None, a whole number of at least 0, or -1 for the vocabulary")
         if self.prompt_logprobs is not None:
             whole("prompt_logprobs", 0, MAX_PROMPT_TOPS, f"a whole number from 0 to {MAX_PROMPT_TOPS}, or None")
@@ -241,11 +243,11 @@ class SamplingParams:
     @property
     def num_top_logprobs(self) -> int:
         """How many of the likeliest tokens are wanted beside the drawn one; -1: all of the vocabulary."""
-        return 0 if isinstance(self.logprobs, bool | None) else self.logprobs
+        return self.logprobs or 0
 
     @property
     def returns_logprobs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False
+        return self.logprobs is not None
 
     @property
     def has_penalties(self) -> bool:

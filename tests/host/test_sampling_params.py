@@ -32,7 +32,6 @@ def test_by_default_a_sample_of_sixteen_tokens_is_drawn_from_the_unmodified_dist
         ("repetition_penalty", 0.1),
         ("frequency_penalty", -2),
         ("presence_penalty", 2.0),
-        ("logprobs", True),
         ("logprobs", 0),
         ("logprobs", -1),
         ("logprobs", 10**6),
@@ -183,6 +182,11 @@ def test_min_tokens_beyond_max_tokens_is_refused():
     with pytest.raises(ValueError, match=r"min_tokens \(17\) must not exceed max_tokens \(16\)"):
         SamplingParams(min_tokens=17)
     assert SamplingParams(min_tokens=17, max_tokens=None).min_tokens == 17
+
+
+def test_whether_log_probabilities_are_wanted_may_be_said_without_a_number():
+    assert SamplingParams(logprobs=True) == SamplingParams(logprobs=0) != SamplingParams(logprobs=1)
+    assert SamplingParams(logprobs=False) == SamplingParams()
 
 
 def test_one_stop_string_is_not_a_list_of_letters():
