@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -400,6 +401,17 @@ def test_bench_latency_runs_one_request_at_a_time(fake, workload, tmp_path):
     assert set(most) == {1}
     median = json.loads((tmp_path / "out.json").read_text())["workloads"]["w2"]["median"]
     assert (median["num_steps"], median["kv_utilization_min"]) == (6, pytest.approx(2 / 16))
+
+
+def test_bench_sampler_measures_each_kind_of_draw(tmp_path):
+    model = pathlib.Path(__file__).parent / "data" / "checkpoints" / "llama"
+    flags = ["--model", model, "--rows", 4, "--rounds", 1, "--warm-up", "no", "--json", tmp_path / "out.json"]
+    result = run("bench", "sampler", *flags)
+    assert result.exit_code == 0, result.output
+    costs = json.loads((tmp_path / "out.json").read_text())["costs"]
+    assert [cost["kind"] for cost in costs] == ["greedy", "filters", "penalties", "logprobs 5"]  # it has no tokenizer
+    assert all(cost["seconds"] > 0 and cost["num_rows"] == 4 and cost["vocab_size"] == 320 for cost in costs)
+    assert "sampler's share" in result.output and "logprobs 5" in result.output
 
 
 def test_bench_runs_only_the_named_workloads(fake, workload):

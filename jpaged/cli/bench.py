@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jpaged.cli.bench_memory import json_option, memory
+from jpaged.cli.bench_sampler import sampler
 from jpaged.cli.options import OpenedEngine, engine_options, open_engine
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def bench() -> None:
 
 
 bench.add_command(memory)
+bench.add_command(sampler)
 
 
 def workload_options(command: Callable) -> Callable:
