@@ -17,17 +17,21 @@ if TYPE_CHECKING:
     from jpaged.engine.api import stream as stream
     from jpaged.engine.engine import Engine as Engine
     from jpaged.engine.llm import LLM as LLM
+    from jpaged.engine.outputs import CompletionOutput as CompletionOutput
     from jpaged.engine.outputs import RequestOutput as RequestOutput
     from jpaged.engine.session import Session as Session
     from jpaged.host.config import EngineConfig as EngineConfig
+    from jpaged.host.metrics import EngineStats as EngineStats
     from jpaged.host.sampling_params import SamplingParams as SamplingParams
     from jpaged.host.structured import Structured as Structured
     from jpaged.models.config import ModelConfig as ModelConfig
     from jpaged.models.decoder import forward as forward
 
 _HOMES = {
+    "CompletionOutput": "jpaged.engine.outputs",
     "Engine": "jpaged.engine.engine",
     "EngineConfig": "jpaged.host.config",
+    "EngineStats": "jpaged.host.metrics",
     "LLM": "jpaged.engine.llm",
     "ModelConfig": "jpaged.models.config",
     "Params": "jpaged.device.params",
@@ -43,8 +47,10 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "ModelConfig",
     "Params",
     "RequestOutput",

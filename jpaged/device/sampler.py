@@ -89,7 +89,7 @@ def largest_of(logits, number):
     few = jnp.take_along_axis(chunks, index[:, :, None], axis=1).reshape(num_seqs, -1)
     scores, place = lax.top_k(few, number)
     ids = jnp.take_along_axis(index, place // CHUNK, axis=1) * CHUNK + place % CHUNK
-    return ids.astype(jnp.int32), scores
+    return jnp.minimum(ids, vocab - 1).astype(jnp.int32), scores  # only NaN leads into the padding
 
 
 def log_sum_exp(logits, largest):

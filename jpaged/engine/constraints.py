@@ -22,6 +22,9 @@ class Constraints:
         if not sampling.has_masks:
             return None
         bad_words = [ids for word in sampling.bad_words or () for ids in self._spellings(word)]
+        never = {ids[0] for ids in bad_words if len(ids) == 1}
+        if sampling.allowed_token_ids is not None and never.issuperset(sampling.allowed_token_ids):
+            raise ValueError(f"bad_words leave none of allowed_token_ids: {list(sampling.bad_words or ())!r}")
         return Constraint(
             self._vocab_size,
             allowed=sampling.allowed_token_ids,

@@ -345,6 +345,7 @@ class Engine:
         del self._groups[request_id]
         if not self._scheduler.has_unfinished:
             self._in_flight = None
+        self._record_pages()
         return True
 
     def reset_prefix_cache(self) -> None:
@@ -438,7 +439,10 @@ class Engine:
         self.stats.num_page_copies += len(flight.plan.page_copies)
         self.stats.num_pages_swapped_out += len(flight.plan.moves.swap_out)
         self.stats.num_pages_swapped_in += len(flight.plan.moves.swap_in)
-        self.stats.num_used_pages = self._pool.num_used
-        self.stats.num_shared_pages = self._pool.num_shared
+        self._record_pages()
         if self.config.check_integrity:
             self._scheduler.check()
+
+    def _record_pages(self) -> None:
+        self.stats.num_used_pages = self._pool.num_used
+        self.stats.num_shared_pages = self._pool.num_shared

@@ -58,6 +58,8 @@ def continuation_ids(continuation: Any, tokenizer: Tokenizer | None, vocab_size:
         if not continuation:
             raise ValueError("the continuation is empty: give at least one character or token id")
         return _encoded(_need(tokenizer).encode_continuation(continuation), vocab_size)
+    if not isinstance(continuation, Sequence) and not hasattr(continuation, "__array__"):
+        raise ValueError(f"a continuation must be text or token ids, got {continuation!r}")
     if isinstance(continuation, Sequence) and not len(continuation):
         raise ValueError("the continuation is empty: give at least one character or token id")
     if isinstance(continuation, Sequence) and isinstance(continuation[0], Mapping):

@@ -134,9 +134,12 @@ def _on_disk(shape: Sequence[int], dtype: Any, directory: str | None) -> np.ndar
                 os.posix_fallocate(file.fileno(), 0, size)
             file.truncate(size)
             return np.memmap(file, dtype, "r+", shape=tuple(shape))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: a path with a NUL byte
         reason = getattr(error, "strerror", error)
-        raise ValueError(f"swap_disk_space: no file of {size} bytes can be made in {where} ({reason})") from error
+        chosen = "" if directory is None else ", which is swap_dir: make it, or name another folder"
+        raise ValueError(
+            f"swap_disk_space: no file of {size} bytes can be made in {where} ({reason}){chosen}"
+        ) from error
 
 
 def _in_parts(moves: Sequence[tuple[int, int]], most: int) -> Iterator[Sequence[tuple[int, int]]]:

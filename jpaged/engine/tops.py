@@ -37,6 +37,8 @@ def take_tops(rows: Sequence[Row], told: Told) -> None:
             whole = jax.device_get(told.all_logprobs) if whole is None else whole
             order = np.argsort(-whole[index], kind="stable")[:number]
             tops = order, whole[index][order]
+        possible = tops[1] > -np.inf  # of processed ones, the others cannot be drawn
+        tops = tops[0][possible], tops[1][possible]
         del request.output_tops[len(request.output_token_ids) :]  # of a step that was interrupted
         request.output_tops.append(tops)
 

@@ -73,7 +73,7 @@ def pack_adjustments(
             history[index, : end - 1] = table.history(request, end - 1)
             packed.prompt_lens[index] = request.num_prompt_tokens
             packed.penalties[index] = (
-                sampling.repetition_penalty,
+                min(max(sampling.repetition_penalty, 1e-30), 1e30),  # beyond, products with logits have no 32 bits
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
             )

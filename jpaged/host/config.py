@@ -107,6 +107,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
         if self.max_num_beams > MAX_BEAMS:
             raise ValueError(f"max_num_beams must be at most {MAX_BEAMS}, got {self.max_num_beams}")
+        if self.max_num_seqs is not None and self.max_num_beams > self.max_num_seqs:
+            raise ValueError(
+                f"max_num_beams ({self.max_num_beams}) must not exceed max_num_seqs ({self.max_num_seqs}): each beam "
+                "is a sequence, so raise max_num_seqs"
+            )
 
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -166,9 +171,9 @@ class EngineConfig:
 def _parse_bytes(name: str, value: int | str) -> int:
     """Bytes from a number or from text: GiB is 1024**3, GB is 1000**3."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", value, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", value, re.IGNORECASE)
         if match and (match[2] or not match[3]):
-            power = ("", "k", "m", "g", "t").index(match[2].lower())
+            power = ("", "k", "m", "g", "t").index((match[2] or "").lower())
             size = float(match[1]) * (1024 if match[3] else 1000) ** power
             if 1 <= size < float("inf"):
                 return int(size)

@@ -50,7 +50,7 @@ class Grammars:
         mask = np.zeros(-(-self._vocab_size // 32), np.uint32)
         found.fill(mask)
         if matcher.is_error() or not mask.any():
-            raise ValueError(f"{name} cannot be met by any text of this model: {_first_lines(matcher.get_error())}")
+            raise ValueError(f"{name} cannot be met by any text of this model: {_shown(structured)}")
         return found
 
 
@@ -107,6 +107,11 @@ def _grammar_of(structured: Structured) -> tuple[str, str]:
         return "choice", of.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
     assert structured.grammar is not None
     return "grammar", of.grammar_from_lark(structured.grammar)
+
+
+def _shown(structured: Structured) -> str:
+    text = repr(structured.regex or structured.grammar or structured.json or structured.choice)
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _first_lines(message: str) -> str:

@@ -92,7 +92,7 @@ class Limits(NamedTuple):
         if width > self.max_num_beams:
             raise ValueError(
                 f"num_beams is {width}, but this engine was built for at most {self.max_num_beams}: give it "
-                f"max_num_beams={width}"
+                f"max_num_beams={width}" + (f" and max_num_seqs={width}" if width > self.max_num_seqs else "")
             )
         if width > self.max_num_seqs:
             raise ValueError(

@@ -28,9 +28,9 @@ class EngineStats:
     num_page_copies: int = 0  # pages copied as two sequences went on differently in them
     num_pages_swapped_out: int = 0  # moved to swap space, as the pool needed their place
     num_pages_swapped_in: int = 0  # and back
-    num_used_pages: int = 0  # that requests hold, after the last step
+    num_used_pages: int = 0  # that requests hold, after the last step or abort
     num_shared_pages: int = 0  # of them, those that more than one holds
-    num_compiles: int = 0
+    num_compiles: int = 0  # after warm-up
     kv_utilization_sum: float = 0.0
     kv_utilization_samples: int = 0
     kv_utilization_min: float | None = None

@@ -234,7 +234,9 @@ class Request:
     def end(self, max_model_len: int) -> tuple[str, int | None] | None:
         """Whether its last token ended it: (finish_reason, stop_reason), or None to go on."""
         token_id, num_outputs = self.output_token_ids[-1], len(self.output_token_ids)
-        if token_id in self.ending_ids and num_outputs > self.sampling.min_tokens:
+        # Where a constraint has let it be drawn before min_tokens, nothing else could be.
+        may_end = num_outputs > self.sampling.min_tokens or self.constraint is not None
+        if token_id in self.ending_ids and may_end:
             return "stop", token_id if token_id in (self.sampling.stop_token_ids or ()) else None
         if self.num_left(max_model_len) <= 0:
             return "length", None

@@ -54,7 +54,7 @@ class RowTable:
             | BIASED * (sampling.logit_bias is not None)
             | MASKED * (request.constraint is not None)
             | PROCESSED * (sampling.logits_processor is not None)
-            | TOLD * (sampling.num_top_logprobs != 0 or (sampling.returns_logprobs and sampling.is_processed))
+            | TOLD * (sampling.num_top_logprobs != 0 or sampling.is_processed)
         )
 
     def give_back(self, request: Request) -> None:

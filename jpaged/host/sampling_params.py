@@ -35,10 +35,12 @@ class SamplingParams:
     repetition_penalty: logits of ids that the prompt or the output has are divided by it if positive and multiplied by
         it otherwise (Keskar et al. 2019; 1: none). frequency_penalty is subtracted from an id's logit for each time
         that the output has it, presence_penalty once if it has it at all.
-    logit_bias: ids to numbers that are added to their logits, after the penalties.
-    allowed_token_ids: the only ids that are drawn. bad_words: words that the output does not have, at the start or
-        after a space, however the tokens before their last one came about. structured: a `Structured`, which says what
-        the text is to look like. Where these leave nothing to draw but ids that end the text, min_tokens gives way.
+    logit_bias: ids to numbers that are added to their logits, after the penalties; -100 is as good as never. The ids of
+        a text are `params.tokenizer.encode(text)`.
+    allowed_token_ids: the only ids that are drawn. structured: a `Structured`, the shape of the text. bad_words: each
+        is encoded, with and without a space before it, and the last token of such a sequence is not drawn after the
+        others (case matters, and a longer token that contains the word is drawn). Where all these leave nothing to
+        draw, min_tokens gives way first, then bad_words.
     logits_processor: a function (token_ids, logits) -> logits that is called on the host for every token, with prompt
         and output so far and the model's logits, float32 [vocab]; what it returns takes their place. For research: the
         logits of all rows travel to the host and back in every step, and no step is started ahead of it.
@@ -49,10 +51,11 @@ class SamplingParams:
     n: how many samples of the same prompt. best_of: how many are drawn, of which those `n` with the greatest
         log-probability are returned, greatest first, when all have ended; None: `n`. seed: makes draws repeatable, each
         of the samples with draws of its own; None: fresh entropy.
-    logprobs: None or False: none; True or 0: the log-probability of each generated token; k: the k likeliest tokens in
-        its place, too (-1: all of the vocabulary). logprobs_mode: "raw": under the model's own logits; "processed":
-        under what the token is drawn from, that is after penalties, bias, masks, temperature and filters (at
-        temperature 0: without these two).
+    logprobs: None or False: none; True or 0: the log-probability of each generated token, `CompletionOutput.logprobs`;
+        k: the k likeliest tokens in its place, too, `top_logprobs` (-1: all of the vocabulary). logprobs_mode: "raw":
+        under the model's own logits; "processed": under what the token is drawn from, that is after penalties, bias,
+        masks, temperature and filters (at temperature 0: without these two), of what can be drawn. `cumulative_logprob`
+        and `best_of` go by it, too.
     prompt_logprobs: 0: the log-probability of each token of the prompt but the first, under the model's own logits; k:
         the k likeliest tokens in its place, too. The engine must be built with `prompt_logprobs=True`. Nothing of such
         a prompt is taken from the prefix cache.
@@ -172,6 +175,8 @@ class SamplingParams:
             if value is None and name == "allowed_token_ids":
                 continue
             ids = () if value is None else value
+            if isinstance(ids, (range, set, frozenset)):
+                ids = sorted(ids)
             if not isinstance(ids, (tuple, list)) or not all(_is_token_id(i) for i in ids):
                 fail(name, "a list of token ids of at least 0")
             if name == "allowed_token_ids" and not ids:

@@ -10,17 +10,22 @@ from typing import Any
 MAX_CHOICES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Structured:
     """The shape of a text; exactly one of these is given.
 
-    json: a JSON schema, as a mapping or as text. json_object: any JSON object. regex: a regular expression that the
-    whole text matches, in the syntax of Rust's `regex`. grammar: a grammar in the format of Lark, as `llguidance` reads
-    it, whose start rule is `start`. choice: texts, of which it is one.
+    json: a JSON schema, as a mapping or as text. Keys come in the schema's order; others may follow unless it says
+        `"additionalProperties": False`; white space is free unless it says
+        `"x-guidance": {"whitespace_flexible": False}`. json_object: True for any JSON object.
+    regex: a regular expression that the whole text matches, in the syntax of Rust's `regex` without its assertions
+        (`^`, `$` and `\\b` are not needed, or not known).
+    grammar: a grammar in the format of Lark, as `llguidance` reads it, whose start rule is `start`.
+    choice: texts, of which it is one.
 
-    The text ends where nothing may follow, or where the model ends it at a place where it is complete. `max_tokens`
-    cuts it off (`finish_reason="length"`). Raises ValueError for what is none of these, and the engine does for what
-    no text can meet.
+    The text ends where nothing may follow, or where the model ends it at a place where it is complete: bound
+    repetitions, as it may not want to. `max_tokens` (16 unless said otherwise) cuts it off, with
+    `finish_reason="length"`, and so does a stop string. Raises ValueError for what is none of these; a schema, pattern
+    or grammar itself is read, and refused if no text can meet it, when a request is added.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -33,7 +38,9 @@ class Structured:
         given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             names = ", ".join(field.name for field in fields(self))
-            raise ValueError(f"structured must be given exactly one of {names}, got {', '.join(given) or 'none'}")
+            raise ValueError(
+                f"Structured needs exactly one of {names} (False is none), got {', '.join(given) or 'none'}"
+            )
         if not isinstance(self.json_object, bool):
             raise ValueError(f"json_object must be True or False, got {self.json_object!r}")
         for name in ("regex", "grammar"):

@@ -141,3 +141,18 @@ def test_only_the_last_tokens_of_a_prompt_are_used_if_it_is_so_asked(parrot):
     assert output.prompt_token_ids == [7, 8]
     (output,) = support.serve(parrot, [[5, 6, 7, 8]], SamplingParams(max_tokens=1, truncate_prompt_tokens=9))
     assert output.prompt_token_ids == [5, 6, 7, 8]
+
+
+def test_bad_words_that_leave_none_of_the_allowed_ids_are_refused(parrot):
+    word = parrot.tokenizer.encode_continuation(" two")
+    with pytest.raises(ValueError, match="bad_words leave none of allowed_token_ids"):
+        parrot.add_request("Say:", SamplingParams(allowed_token_ids=word, bad_words=["two"]))
+
+
+def test_of_processed_log_probabilities_only_those_that_can_be_drawn_are_told(parrot):
+    sampling = SamplingParams(
+        temperature=0, max_tokens=1, logprobs=5, logprobs_mode="processed", allowed_token_ids=[7, 9]
+    )
+    (output,) = support.serve(parrot, ["Go"], sampling)
+    (tops,) = output.outputs[0].top_logprobs
+    assert set(tops) == {7, 9}

@@ -24,6 +24,7 @@ def test_by_default_the_engine_chooses():
         "swap_disk_space",
         "swap_dir",
         "preemption",
+        "logits_processor",
         "compilation_cache_dir",
         "kernels",
     ]
@@ -45,7 +46,7 @@ def test_memory_is_given_in_bytes_or_as_text(text, num_bytes):
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == num_bytes
 
 
-@pytest.mark.parametrize("value", ["2", "2 gigs", "GiB", "-1GiB", "2iB", "0MB", "", 0, -5, 1.5, True])
+@pytest.mark.parametrize("value", ["2 gigs", "GiB", "-1GiB", "2iB", "0MB", "", 0, -5, 1.5, True])
 def test_memory_that_cannot_be_read_is_refused(value):
     with pytest.raises(ValueError, match="kv_cache_memory must be bytes above 0, or text such as '2GiB'"):
         EngineConfig(kv_cache_memory=value)
@@ -117,3 +118,13 @@ def test_an_option_like_no_other_is_refused_with_the_list_of_names():
 
 def test_equal_configs_are_one_key():
     assert len({EngineConfig(kv_cache_memory="1KiB"), EngineConfig(kv_cache_memory=1024)}) == 1
+
+
+@pytest.mark.parametrize(("text", "size"), [("1000000000", 10**9), (" 12 ", 12), ("12b", 12), ("1.5kib", 1536)])
+def test_bytes_may_be_text_as_on_a_command_line(text, size):
+    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size
+
+
+def test_more_beams_than_sequences_are_refused():
+    with pytest.raises(ValueError, match=r"max_num_beams \(8\) must not exceed max_num_seqs \(4\)"):
+        EngineConfig(max_num_beams=8, max_num_seqs=4)

@@ -161,7 +161,7 @@ def test_what_contradicts_is_refused(options, complaint):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "exactly one of json, json_object, regex, grammar, choice, got none"),
+        ({}, "exactly one of json, json_object, regex, grammar, choice .*got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
         ({"json_object": 1}, "json_object must be True or False, got 1"),
         ({"regex": b"a"}, "regex must be text, got bytes"),
