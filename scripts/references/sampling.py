@@ -45,9 +45,10 @@ NUM_TOGETHER = 15
 
 
 def write(out: pathlib.Path) -> None:
-    """`sampling.npz`. Of case i: `settings[i]`, JSON under the names of `SamplingParams` (bad words as ids; `ending_ids`:
-    what `min_tokens` holds back), `prompts[i]` and `outputs[i]` (ids), `logits[rows[i]]`, and what comes of them:
-    `adjusted[i]`, the logits before temperature and filters, and `processed[i]`, the log-probabilities after them."""
+    """`sampling.npz`. Of case i: `settings[i]`, JSON under the names of `SamplingParams` (bad words as ids;
+    `ending_ids`: what `min_tokens` holds back), `prompts[i]` and `outputs[i]` (ids), `logits[rows[i]]`, and what comes
+    of them: `adjusted[i]`, the logits before temperature and filters, and `processed[i]`, the log-probabilities after
+    them."""
     rng = np.random.default_rng(20)
     logits = (3 * rng.standard_normal((NUM_ROWS, VOCAB))).astype(np.float32)
     cases = [*ALONE, *(together(rng) for _ in range(NUM_TOGETHER))]

@@ -1,7 +1,7 @@
 """What becomes of a model's logits before a token is drawn, in float64, from the definitions in `SamplingParams`.
 
-Settings have the names of `SamplingParams`. `bad_words` are sequences of ids here, and `ending_ids` those that end a text,
-which `min_tokens` holds back.
+Settings have the names of `SamplingParams`. `bad_words` are sequences of ids here, and `ending_ids` those that end a
+text, which `min_tokens` holds back.
 """
 
 from __future__ import annotations
