@@ -27,6 +27,7 @@ NUM_ROWS = 8
 sample = jax.jit(sampler.sample)
 # Not the one of the engine, which takes the scores away from its caller.
 adjusted_sample = jax.jit(sample_adjusted)
+adjust = jax.jit(adjusted_logits)
 
 
 def packed(rows: list[dict[str, Any]], vocab: int, history_len: int = HISTORY_LEN):
@@ -271,7 +272,7 @@ def test_padding_of_the_history_counts_for_nothing():
     logits = rng.standard_normal((8, vocab)).astype(np.float32)
     for history_len in (HISTORY_LEN, 40):
         _, positions, adjustments = packed(rows, vocab, history_len)
-        found = adjusted_logits(logits, positions, adjustments)
+        found = adjust(logits, positions, adjustments)
         wanted = np.stack([oracle.adjusted(one, **row) for one, row in zip(logits, rows, strict=True)])
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -341,14 +342,17 @@ def test_the_definitions_are_those_of_transformers(processors):
 
 
 def test_what_is_drawn_from_is_what_transformers_leaves(processors):
-    rows, logits, adjusted, processed = processors
-    sampling, positions, adjustments = packed(rows, logits.shape[1])
-    _, drawn, told = draw(logits, rows)
-    found = np.array(adjusted_logits(logits, positions, adjustments))
-    banned = np.array([row.get("min_tokens", 0) > len(row["output"]) for row in rows])
-    for i in np.flatnonzero(banned):  # not all of them are in the masks
-        found[i, rows[i]["ending_ids"]] = -np.inf
-    np.testing.assert_allclose(found, adjusted, atol=1e-5, rtol=1e-6)
-    np.testing.assert_array_equal(np.isfinite(told.all_logprobs), np.isfinite(processed))
-    np.testing.assert_allclose(told.all_logprobs, processed, atol=2e-5)
-    assert np.isfinite(np.take_along_axis(processed, drawn.token_ids[:, None], 1)).all()
+    number = len(processors[0])
+    for first in range(0, number, NUM_ROWS):
+        index = [i % number for i in range(first, first + NUM_ROWS)]
+        rows, logits, adjusted, processed = ([values[i] for i in index] for values in processors)
+        _, positions, adjustments = packed(rows, len(logits[0]))
+        _, drawn, told = draw(np.stack(logits), rows)
+        found = np.array(adjust(np.stack(logits), positions, adjustments))
+        for row, scores in zip(rows, found, strict=True):
+            if row.get("min_tokens", 0) > len(row["output"]):  # these are not always in the masks
+                scores[row["ending_ids"]] = -np.inf
+        np.testing.assert_allclose(found, np.stack(adjusted), atol=1e-5, rtol=1e-6)
+        np.testing.assert_array_equal(np.isfinite(told.all_logprobs), np.isfinite(processed))
+        np.testing.assert_allclose(told.all_logprobs, np.stack(processed), atol=2e-5)
+        assert np.isfinite(told.all_logprobs[np.arange(NUM_ROWS), drawn.token_ids]).all()
