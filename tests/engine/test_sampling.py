@@ -20,6 +20,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.samples import seed_of_sample
 from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.structured import Structured
 
 pytestmark = pytest.mark.xdist_group("sampling")
 
@@ -271,3 +272,58 @@ def test_ids_that_end_the_text_do_not_wait_where_nothing_else_is_left_to_draw(en
     sampling = SamplingParams(temperature=0, allowed_token_ids=[EOS, 70], stop_token_ids=[70], min_tokens=3)
     ((sample,),) = [output.outputs for output in support.serve(engine, [[5, 6]], sampling)]
     assert set(sample.token_ids) <= {EOS, 70}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [70], "stop_token_ids": [70]},
+        {"structured": Structured(choice=["ab", "cd"])},
+    ],
+)
+def test_a_text_ends_with_the_first_id_that_ends_it_where_min_tokens_gives_way(engine, asked):
+    sampling = SamplingParams(temperature=0, min_tokens=6, max_tokens=12, **asked)
+    (sample,) = support.serve(engine, [[5, 6]], sampling)[0].outputs
+    ending = rules_of(sampling)["ending_ids"]
+    assert [token_id in ending for token_id in sample.token_ids] == [False] * (len(sample.token_ids) - 1) + [True]
+    assert sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-40, 1e-38, 3e38, 1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_least_and_the_greatest_penalties_break_no_number(engine, penalty, temperature):
+    sampling = SamplingParams(
+        temperature=temperature,
+        seed=1,
+        repetition_penalty=penalty,
+        max_tokens=3,
+        logprobs=3,
+        logprobs_mode="processed",
+        ignore_eos=True,
+    )
+    name = engine.add_request([5, 6, 7], sampling)
+    try:
+        (sample,) = support.finish(engine)[name].outputs
+    finally:
+        engine.abort(name)  # whatever failed must not reach the next test
+    assert not np.isnan(sample.logprobs).any()
+    assert all(0 <= i < VOCAB for tops in sample.top_logprobs for i in tops)
+
+
+def test_the_likeliest_ids_are_in_the_vocabulary_if_the_model_breaks(engine, monkeypatch):
+    monkeypatch.setattr(engine, "weights", jax.tree.map(lambda leaf: leaf * np.float32("inf"), params().weights))
+    (sample,) = support.serve(engine, [[5, 6, 7]], SamplingParams(logprobs=3, max_tokens=2, ignore_eos=True))[0].outputs
+    assert all(0 <= i < VOCAB for tops in sample.top_logprobs for i in tops)
+
+
+def test_the_log_probability_of_a_sample_is_the_same_whether_or_not_each_token_is_told(engine):
+    common: dict[str, Any] = {"temperature": 1.0, "top_k": 5, "seed": 1, "max_tokens": 6, "ignore_eos": True}
+    common |= {"logprobs_mode": "processed"}
+    for adjusted in ({}, {"presence_penalty": 1e-6}):
+        told, silent = (
+            support.serve(engine, [[5, 6, 7]], SamplingParams(**common, **adjusted, logprobs=logprobs))[0].outputs[0]
+            for logprobs in (True, None)
+        )
+        assert silent.token_ids == told.token_ids
+        assert silent.cumulative_logprob == pytest.approx(told.cumulative_logprob, abs=1e-4), adjusted
