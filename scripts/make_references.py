@@ -14,7 +14,8 @@ What it writes, into `tests/data` (or `--out`):
 - `checkpoints`: the tiny random checkpoints listed in `references/checkpoints.py`, each with `ref.npz`. The other
   folders of `tests/data/checkpoints` were made elsewhere and are left alone, see `tests/data/README.md`;
 - `beams`: beam searches on four of the folders of `tests/data/checkpoints`, each with its `beams.npz`;
-- `gguf`: tiny GGUF files of many quantisation types, each with its `.ref.npz`.
+- `gguf`: tiny GGUF files of many quantisation types, each with its `.ref.npz`;
+- `sampling`: `sampling.npz`, logits after processors and warpers of transformers.
 
 Everything is float32, eager attention, one CPU thread, fixed seeds: a second run on the same versions gives the same
 arrays.
@@ -29,10 +30,10 @@ import sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch  # after the environment is set
-from references import beams, checkpoints, gguf_files, smollm2
+from references import beams, checkpoints, gguf_files, sampling, smollm2
 
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PARTS = ("smollm2", "checkpoints", "beams", "gguf")
+PARTS = ("smollm2", "checkpoints", "beams", "gguf", "sampling")
 DATA = pathlib.Path(__file__).parents[1] / "tests" / "data"
 
 
@@ -56,6 +57,8 @@ def main() -> None:
         beams.write(DATA / "checkpoints", args.out / "checkpoints")  # two of the checkpoints are not made here
     if "gguf" in args.only:
         gguf_files.write(args.out / "gguf")
+    if "sampling" in args.only:
+        sampling.write(args.out)
 
 
 if __name__ == "__main__":

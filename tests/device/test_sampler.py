@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling_oracle import assert_drawn_from, distribution
+from sampling_rows import batch_of
 
 from jpaged.device import sampler
 from jpaged.host.batch import SamplingBatch
@@ -16,23 +17,6 @@ VOCAB = 11
 LOGITS = np.array([0.3, 2.1, -1.0, 2.1, 1.2, -3.0, 0.9, 1.2, -0.4, 1.9, 0.0], np.float32)
 
 sample = jax.jit(sampler.sample)
-
-
-def batch_of(rows: list[dict], vocab: int) -> SamplingBatch:
-    """One row a dict: temperature, top_k, top_p, min_p, seed, banned_ids; what is missing is off."""
-    banned = np.full((len(rows), MAX_BANNED_IDS), vocab, np.int32)
-    for i, row in enumerate(rows):
-        ids = row.get("banned_ids", ())
-        banned[i, : len(ids)] = ids
-    seeds = np.array([row.get("seed", 0) for row in rows], np.uint64)
-    return SamplingBatch(
-        np.array([row.get("temperature", 1.0) for row in rows], np.float32),
-        np.array([row.get("top_k", 0) for row in rows], np.int32),
-        np.array([row.get("top_p", 1.0) for row in rows], np.float32),
-        np.array([row.get("min_p", 0.0) for row in rows], np.float32),
-        np.stack([seeds >> 32, seeds & 0xFFFFFFFF], 1).astype(np.uint32),
-        banned,
-    )
 
 
 def draw(logits, rows: list[dict], positions=None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "host")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("host", "device"))]
 support = importlib.import_module("engine_support")
 stored_tokenizers = importlib.import_module("stored_tokenizers")
 
