@@ -85,7 +85,7 @@ def cases(kernel: str, implementation: str, card: str) -> Iterator[KernelCase]:
 
 
 def quick_cases(kernel: str, implementation: str, card: str) -> Iterator[KernelCase]:
-    """Few shapes, in which each value of each axis is met once by a kernel that is not refused."""
+    """Few shapes, in which each value of each axis occurs, served wherever the kernel serves it at all."""
     case = partial(KernelCase, kernel, implementation, card)
     if kernel == "keep_top":
         for rows in (1, 256):
