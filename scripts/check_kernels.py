@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="each value of each axis once, instead of all together")
+    parser.add_argument("--quick", action="store_true", help="few shapes, in which each value of each axis occurs")
     parser.add_argument("--cards", nargs="+", default=["h200", "a100"])
     parser.add_argument("--kernels", nargs="+", help="(all)")
     parser.add_argument("--no-steps", action="store_true", help="kernels alone")

@@ -54,8 +54,11 @@ class KernelCase:
         )
 
 
-def cases(kernel: str, implementation: str, card: str, quick: bool) -> Iterator[KernelCase]:
-    """All shapes that the kernel is for; `quick`: each value of each axis once or twice."""
+ALL_OPTIONS = {"sliding_window": 1000, "soft_cap": 30.0, "sinks": True}
+
+
+def cases(kernel: str, implementation: str, card: str) -> Iterator[KernelCase]:
+    """All shapes that the kernel is for."""
     case = partial(KernelCase, kernel, implementation, card)
     if kernel == "keep_top":  # of whose case only the number of rows counts
         for rows in (1, 64, 256):
@@ -64,23 +67,43 @@ def cases(kernel: str, implementation: str, card: str, quick: bool) -> Iterator[
     for d in HEAD_DIMS:
         for p in PAGE_SIZES:
             for kind in KV_DTYPES:
-                if not quick or (p == PAGE_SIZES[HEAD_DIMS.index(d) % 4] and (kind == "bfloat16" or d == 128)):
-                    yield case(d, p, kind)
+                yield case(d, p, kind)
     if "attention" not in kernel:
         return
-    for group in GROUPS if not quick else (7,):
-        for d in HEAD_DIMS if not quick else (128,):
+    for group in GROUPS:
+        for d in HEAD_DIMS:
             yield case(d, group=group)
-    variants = [] if quick else [{"sliding_window": 1000}, {"soft_cap": 30.0}, {"sinks": True}]
-    variants += [{"sliding_window": 1000, "soft_cap": 30.0, "sinks": True}]
+    variants: list[dict[str, Any]] = [{name: value} for name, value in ALL_OPTIONS.items()] + [ALL_OPTIONS]
     if kernel == "paged_attention":
         variants += [{"split_size": 512}]
     for options in variants:
-        for d in HEAD_DIMS if not quick else (128,):
+        for d in HEAD_DIMS:
             yield case(d, options=tuple(options.items()))
     more = (1, 16, 256) if implementation != "jax_triton" else (1, 16)  # it keeps what it compiled for 64
-    for rows in more if not quick else (1,):
+    for rows in more:
         yield case(num_seqs=rows)
+
+
+def quick_cases(kernel: str, implementation: str, card: str) -> Iterator[KernelCase]:
+    """Few shapes, in which each value of each axis occurs, served wherever the kernel serves it at all."""
+    case = partial(KernelCase, kernel, implementation, card)
+    if kernel == "keep_top":
+        for rows in (1, 256):
+            yield case(kv_dtype="float32", num_seqs=rows)
+        return
+    if "attention" not in kernel:
+        for d, p, kind in zip((*HEAD_DIMS, 128), (*PAGE_SIZES, 16, 16), KV_DTYPES):
+            yield case(d, p, kind)
+        return
+    yield case(64, 16, group=1)
+    yield case(80, 32, "float16", group=7)
+    yield case(96, 64, group=8, num_seqs=1)
+    yield case(128, 128, options=tuple(ALL_OPTIONS.items()))
+    yield case(256, 16)
+    if kernel == "paged_attention":
+        yield case(options=(("split_size", 512),))
+    for kind in KV_DTYPES[2:]:  # which not every implementation serves
+        yield case(kv_dtype=kind)
 
 
 def arguments(case: KernelCase, on: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,5 +199,5 @@ def all_cases(cards: list[str], kernels: list[str], quick: bool) -> list[KernelC
         if implementation != "jax_triton" or find_spec("jax_triton")
         for card in cards
         if implementation != "mosaic_gpu" or card == "h200"
-        for case in dict.fromkeys(cases(kernel, implementation, card, quick))
+        for case in dict.fromkeys((quick_cases if quick else cases)(kernel, implementation, card))
     ]

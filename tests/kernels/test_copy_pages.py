@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import jitted
 
 from pallas_kernels import copy_pages
 
@@ -27,7 +28,7 @@ def pools(dtype=np.float32, shape=SHAPE):
 def test_pages_are_copied_and_no_others_change(dtype, implementation):
     sources, targets = np.array([3, 8, 3, 0, 0], np.int32), np.array([1, 2, 7, 0, 0], np.int32)
     before = pools(dtype)
-    after = jax.jit(partial(copy_pages, **implementation))(*before, sources, targets)
+    after = jitted(partial(copy_pages, **implementation))(*before, sources, targets)
     for old, new in zip(before, after):
         assert new.dtype == dtype
         expected = old.copy()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import jit_quickly
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType
 
@@ -74,6 +75,10 @@ def serve(kernel: str, name: str, **changes):
     """The kernel's results for arguments that all implementations serve."""
     args = arguments(kernel, dtype=jnp.bfloat16, page_size=16, head_dim=64) | changes
     return KERNELS[kernel](**args, implementation=name, interpret=name != "xla")
+
+
+def jit(name: str, function):
+    return jax.jit(function) if name == "xla" else jit_quickly(function)
 
 
 def on_device(arguments: dict) -> dict:
@@ -317,7 +322,7 @@ def test_nothing_to_do_gives_nothing_and_leaves_the_pools(kernel, name):
     wanted = np.zeros((0, 11), bool) if kernel == "keep_top" else wanted
     arrays = {argument: x for argument, x in empty.items() if argument != "scale"}
     options = {"scale": 1.0} if kernel in ATTENTION else {}
-    for out in (serve(kernel, name, **empty), jax.jit(partial(serve, kernel, name, **options))(**arrays)):
+    for out in (serve(kernel, name, **empty), jit(name, partial(serve, kernel, name, **options))(**arrays)):
         jax.tree.map(np.testing.assert_array_equal, out, wanted)
         assert jax.tree.map(lambda x: x.dtype, out) == jax.tree.map(lambda x: x.dtype, wanted)
 
@@ -334,7 +339,7 @@ def test_arrays_of_numpy_may_be_constants_of_what_is_compiled(kernel, name):
     args = arguments(kernel, dtype=jnp.bfloat16, page_size=16, head_dim=64)
     ones = np.ones(2, np.float32)
     heads = {"sinks": np.zeros(4, np.float32), "k_scale": ones, "v_scale": ones}
-    out = jax.jit(lambda q: serve(kernel, name, **(args | heads | {"q": q})))(args["q"])
+    out = jit(name, lambda q: serve(kernel, name, **(args | heads | {"q": q})))(args["q"])
     assert out.shape == args["q"].shape
 
 
@@ -370,10 +375,10 @@ def test_64_bits_elsewhere_change_nothing(kernel, name, pool):
     numbers = {n: args.pop(n) for n in ("scale", "soft_cap", "sliding_window") if n in args}
     wanted = served = None
     if name != "mosaic_gpu":  # whose interpreter has threads of its own, in which it forgets the setting
-        wanted = jax.jit(partial(serve, kernel, name, **numbers))(**args)
+        wanted = jit(name, partial(serve, kernel, name, **numbers))(**args)
     with jax.enable_x64(True):
         if name != "mosaic_gpu":
-            served = jax.jit(partial(serve, kernel, name, **numbers))(**args)
+            served = jit(name, partial(serve, kernel, name, **numbers))(**args)
         if name != "xla" and (kernel, name, pool) != ("ragged_paged_attention", "mosaic_gpu", "int8"):
             lower(partial(KERNELS[kernel], implementation=name, **numbers), **args)
     jax.tree.map(np.testing.assert_array_equal, served, wanted)

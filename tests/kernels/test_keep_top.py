@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import jit_quickly, jitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,14 +55,14 @@ def check_row(kept, logits, temperature, top_k, top_p, min_p) -> bool:
     raise AssertionError(f"{kept.sum()} ids kept of {least} to {most}: k={top_k} p={top_p} min_p={min_p}")
 
 
-def through(boundary, passing=passing):
+def through(boundary, passing=passing, jit=jax.jit):
     """The public function by one way to find the last id."""
 
     def run(logits, temperature, top_k, top_p, min_p):
         largest = jnp.max(logits, axis=-1)
         return passing(logits, largest, temperature, min_p, *boundary(logits, largest, temperature, top_k, top_p))
 
-    return jax.jit(run)
+    return jit(run)
 
 
 def small_search(source: str | None = None):
@@ -79,8 +80,8 @@ def ways() -> dict:
         "sort": through(reference.boundary),
         "xla": jax.jit(partial(keep_top, implementation="xla")),
         "xla, few chunks": through(small_search().boundary),
-        "triton": jax.jit(partial(keep_top, implementation="triton", interpret=True)),
-        "triton, small list": through(partial(kernel, **SMALL)),
+        "triton": jit_quickly(partial(keep_top, implementation="triton", interpret=True)),
+        "triton, small list": through(partial(kernel, **SMALL), jit=jit_quickly),
     }
 
 
@@ -197,7 +198,7 @@ def test_rows_that_mean_nothing_end_and_do_not_touch_the_others(way):
 @pytest.mark.parametrize("way", ["xla, few chunks", "triton, small list"])
 def test_a_row_does_not_depend_on_the_others_to_the_last_bit(way):
     boundary = small_search().boundary if "xla" in way else partial(triton_kernel.boundary, interpret=True, **SMALL)
-    boundary = jax.jit(boundary)
+    boundary = jax.jit(boundary) if "xla" in way else jit_quickly(boundary)
     logits, temperature, k, p, _ = rows(300)
     alone = [np.asarray(x) for x in boundary(logits, logits.max(1), temperature, k, p)]
     order = np.random.default_rng(0).permutation(len(logits))
@@ -244,7 +245,7 @@ def test_a_planted_bug_is_found(bug):
         module = types.ModuleType(name)
         exec(compile(source, name, "exec"), module.__dict__)
         if name == "triton":
-            run = through(partial(module.boundary, interpret=True, **SMALL))
+            run = through(partial(module.boundary, interpret=True, **SMALL), jit=jit_quickly)
         else:
             run = through(reference.boundary, module.passing)
     with pytest.raises(AssertionError):
@@ -297,7 +298,7 @@ def test_temperatures_at_the_ends_of_float32_are_those_next_to_them(way):
 def test_the_largest_logits_change_nothing_if_the_caller_has_them(way):
     arguments = rows(300)
     given = partial(keep_top, implementation=way, interpret=way == "triton")
-    kept = jax.jit(given)(*arguments, largest=arguments[0].max(1))
+    kept = jitted(given)(*arguments, largest=arguments[0].max(1))
     np.testing.assert_array_equal(kept, ways()[way](*arguments))
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import jitted
 
 from pallas_kernels import write_kv
 
@@ -39,7 +40,7 @@ def written(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray
 )
 def test_values_land_in_their_slots_converted_and_nothing_else_changes(pool_type, new_type, implementation):
     k_pages, v_pages, k, v = arrays(pool_type, new_type)
-    out_k, out_v = jax.jit(partial(write_kv, **implementation))(k_pages, v_pages, k, v, SLOTS)
+    out_k, out_v = jitted(partial(write_kv, **implementation))(k_pages, v_pages, k, v, SLOTS)
     assert out_k.dtype == out_v.dtype == pool_type
     np.testing.assert_array_equal(out_k, written(k_pages, k, SLOTS))
     np.testing.assert_array_equal(out_v, written(v_pages, v, SLOTS))
@@ -62,7 +63,7 @@ def test_eight_bits_hold_the_nearest_multiple_of_the_scale_and_at_most_the_large
     values = values.reshape(len(slots), HEADS, HEAD_DIM)
     new = (values * k_scale[:, None]).astype(new_type)
     pools = [np.zeros(SHAPE, pool_type)] * 2
-    write = jax.jit(partial(write_kv, **implementation))
+    write = jitted(partial(write_kv, **implementation))
     out_k, out_v = write(*pools, new, new[::-1], slots, k_scale=k_scale, v_scale=2 * k_scale)
 
     def nearest(values):
@@ -86,7 +87,7 @@ def test_a_value_in_the_middle_goes_to_the_even_neighbour(pool_type, implementat
     values = np.resize(np.concatenate([middles, -middles]), (len(SLOTS), HEADS, 32)).astype(np.float32)
     pool = np.zeros((NUM_PAGES, HEADS, PAGE_SIZE, 32), pool_type)
     ones = np.ones(HEADS, np.float32)
-    write = jax.jit(partial(write_kv, **implementation))
+    write = jitted(partial(write_kv, **implementation))
     out, _ = write(pool, pool, values, values, SLOTS, k_scale=ones, v_scale=ones)
     rounded = np.rint(values) if pool_type == jnp.int8 else values
     expected = written(pool, rounded, SLOTS)
@@ -98,7 +99,7 @@ def test_nan_stays_nan_in_eight_bits_and_infinity_becomes_the_largest(pool_type,
     pool = np.zeros(SHAPE, pool_type)
     new = np.full((len(SLOTS), HEADS, HEAD_DIM), np.nan, np.float32)
     new[..., 1], new[..., 2] = np.inf, -np.inf
-    write = jax.jit(partial(write_kv, **implementation))
+    write = jitted(partial(write_kv, **implementation))
     out = np.asarray(write(pool, pool, new, new, SLOTS)[0]).astype(np.float32)[1, :, 0]
     largest = float(jnp.finfo(pool_type).max)
     assert np.isnan(out[:, 0]).all() and np.isnan(out[:, 3:]).all()
@@ -114,7 +115,7 @@ def test_heads_that_a_program_shares_with_others_and_odd_ones(monkeypatch, pool_
     rng = np.random.default_rng(1)
     pools = [rng.standard_normal((NUM_PAGES, HEADS, PAGE_SIZE, head_dim)).astype(pool_type) for _ in range(2)]
     new = [rng.standard_normal((len(SLOTS), HEADS, head_dim)).astype(np.float32) for _ in range(2)]
-    out = jax.jit(partial(write_kv, **implementation))(*pools, *new, SLOTS)
+    out = jitted(partial(write_kv, **implementation))(*pools, *new, SLOTS)
     for pages, old, values in zip(out, pools, new):
         np.testing.assert_array_equal(
             np.asarray(pages).astype(np.float32), written(old, values, SLOTS).astype(np.float32)
@@ -125,7 +126,7 @@ def test_padding_that_falls_on_the_same_slots_of_page_0_harms_no_other_page(impl
     slots = np.array([0, 9, 0, 0, 30, 0, 1, 0], np.int32)
     k_pages, v_pages, k, v = arrays()
     k[slots < PAGE_SIZE], v[slots < PAGE_SIZE] = np.nan, np.nan
-    out_k, out_v = jax.jit(partial(write_kv, **implementation))(k_pages, v_pages, k, v, slots)
+    out_k, out_v = jitted(partial(write_kv, **implementation))(k_pages, v_pages, k, v, slots)
     np.testing.assert_array_equal(out_k[1:], written(k_pages, k, slots)[1:])
     np.testing.assert_array_equal(out_v[1:], written(v_pages, v, slots)[1:])
 
