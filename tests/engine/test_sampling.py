@@ -325,3 +325,14 @@ def test_the_log_probability_of_a_sample_is_the_same_whether_or_not_each_token_i
         )
         assert silent.token_ids == told.token_ids
         assert silent.cumulative_logprob == pytest.approx(told.cumulative_logprob, abs=1e-4), adjusted
+
+
+def test_whatever_is_asked_for_nothing_is_compiled_after_warm_up():
+    warm = support.build(params(), warm_up=True, late_compile="error", prompt_logprobs=True)
+    asked = [*questions(), ([5, 6, 7], SamplingParams(prompt_logprobs=3, logprobs=-1, max_tokens=4))]
+    asked += [([8] * 9, SamplingParams(structured=Structured(regex="[a-z]{4}"), n=2, seed=1))]
+    asked += [([9, 9], SamplingParams(logits_processor=lambda tokens, logits: logits, max_tokens=3))]
+    for _ in range(2):
+        support.serve(warm, *map(list, zip(*asked)))
+    assert warm.stats.num_compiles == 0
+    support.assert_idle(warm)
