@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "jpaged.cli": {
         "jpaged",
         "jpaged.bench",
+        "jpaged.device",
         "jpaged.host",
         "jpaged.simulation",
         "jpaged.small_model",

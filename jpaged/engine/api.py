@@ -222,7 +222,9 @@ def _able_to(sampling: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     needed: dict[str, Any] = {}
     widest = max([one.num_beams for one in each], default=1)
     if widest > 1:
-        needed["max_num_beams"] = 1 << (widest - 1).bit_length()
+        rows = options.get("max_num_seqs")
+        rounded = 1 << (widest - 1).bit_length()
+        needed["max_num_beams"] = max(widest, min(rounded, rows)) if isinstance(rows, int) else rounded
     if any(one.prompt_logprobs is not None for one in each):
         needed["prompt_logprobs"] = True
     return {name: value for name, value in needed.items() if name not in options}

@@ -94,10 +94,6 @@ class Limits(NamedTuple):
                 f"num_beams is {width}, but this engine was built for at most {self.max_num_beams}: give it "
                 f"max_num_beams={width}" + (f" and max_num_seqs={width}" if width > self.max_num_seqs else "")
             )
-        if width > self.max_num_seqs:
-            raise ValueError(
-                f"num_beams ({width}) must not exceed max_num_seqs ({self.max_num_seqs}): raise max_num_seqs"
-            )
         num_ending = len(sampling.stop_token_ids or ()) + (0 if sampling.ignore_eos else len(self.eos_token_ids))
         if width + num_ending > self.num_candidates:
             raise ValueError(

@@ -225,7 +225,7 @@ def test_options_reach_the_engine(params):
     llm = jpaged.LLM(params, **{name: value for name, value in given.items() if name != "dtype"}).engine
     for engine in (made, llm):
         assert (engine.max_model_len, engine.num_pages, engine._pool.page_size) == (40, 6, 8)
-        assert engine._scheduler.max_num_seqs == 3 and engine._scheduler.max_num_batched_tokens == 24
+        assert engine._scheduler._queues.max_num_seqs == 3 and engine._scheduler.max_num_batched_tokens == 24
         assert engine._steps._programs.keys() <= {(16, 3, False), (24, 3, False), (1, 1, True)}
     assert made._kv_pages[0][0].dtype == "bfloat16" and llm._kv_pages[0][0].dtype == "float32"
 

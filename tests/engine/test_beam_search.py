@@ -8,6 +8,7 @@ import pytest
 from engine_support import serve
 
 import jpaged
+from jpaged.engine.api import _able_to
 from jpaged.host.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("engine")
@@ -130,9 +131,18 @@ def test_a_search_that_the_engine_cannot_serve_is_refused(sampling, words):
 
 
 def test_more_beams_than_rows_are_refused():
-    engine = support.build(support.tiny("llama"), max_num_beams=4, max_num_seqs=2)
-    with pytest.raises(ValueError, match=r"num_beams \(3\) must not exceed max_num_seqs \(2\)"):
+    with pytest.raises(ValueError, match=r"max_num_beams \(4\) must not exceed max_num_seqs \(2\)"):
+        support.build(support.tiny("llama"), max_num_beams=4, max_num_seqs=2)
+    engine = support.build(support.tiny("llama"), max_num_seqs=2)
+    with pytest.raises(ValueError, match="built for at most 1: give it max_num_beams=3 and max_num_seqs=3"):
         engine.add_request(PREFIX[:9], SamplingParams(num_beams=3, temperature=0))
+
+
+def test_generate_finds_room_for_as_many_beams_as_rows():
+    searching, options = SamplingParams(num_beams=3, temperature=0), {"max_num_seqs": 3}
+    assert _able_to(searching, options) == {"max_num_beams": 3}
+    assert _able_to(searching, {}) == _able_to(searching, {"max_num_seqs": 8}) == {"max_num_beams": 4}
+    assert _able_to(searching, {"max_num_beams": 5}) == {}
 
 
 def test_a_search_cannot_be_forked(large):
@@ -247,7 +257,7 @@ def stored_cases(name: str):
         del sequences[:n]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_sw8", "llama_tied_bias", "llama_multi_eos"])
+@pytest.mark.parametrize("name", ["mistral_sw8", "llama_tied_bias", "llama_multi_eos"])
 def test_beams_are_those_of_transformers(name):
     """All cases at once: up to 16 sequences run together, in pages that hold only some of them."""
     cases = list(stored_cases(name))

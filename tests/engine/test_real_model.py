@@ -58,7 +58,7 @@ def assert_same(outputs, stored):
         np.testing.assert_allclose(sample.logprobs[:same], logprobs[:same], atol=1e-3, rtol=0, err_msg=str(name))
         compared += same
     assert len(near_ties) <= 1, f"more differences than near ties: {near_ties}"
-    assert compared >= 23 * 64
+    assert compared >= (len(outputs) - 1) * 64
 
 
 def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts):
@@ -70,9 +70,10 @@ def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts):
         num_pages=25,
         warm_up=False,
     )
-    outputs = [support.serve(engine, [prompt], SAMPLING)[0] for prompt in prompts]
+    every_third = slice(0, None, 3)  # all of them together are served below
+    outputs = [support.serve(engine, [prompt], SAMPLING)[0] for prompt in prompts[every_third]]
     assert engine.stats.num_preemptions == 0
-    assert_same(outputs, stored)
+    assert_same(outputs, {name: values[every_third] for name, values in stored.items() if len(values) == len(prompts)})
     support.assert_idle(engine)
 
 

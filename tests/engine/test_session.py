@@ -352,7 +352,7 @@ def test_what_is_appended_reads_as_it_is_written(name, text):
         (lambda s: s.append([5, 320]), "token id 320 is outside the vocabulary, which has ids 0 to 319"),
         (lambda s: s.score([-1]), "token id -1 is outside the vocabulary"),
         (lambda s: s.append([1.5]), "token ids must be whole numbers, got 1.5"),
-        (lambda s: s.append(7), "got int"),
+        (lambda s: s.append(7), "text or token ids, got 7"),
         (lambda s: s.append(" text"), "these params have no tokenizer"),
         (lambda s: s.score(" text"), "these params have no tokenizer"),
         (lambda s: s.text, "these params have no tokenizer: read token_ids"),
