@@ -78,26 +78,26 @@ def adjusted_logits(
     num_seqs, vocab = logits.shape
     rows = jnp.arange(num_seqs)
     repetition, frequency, presence = (adjustments.penalties[:, i : i + 1] for i in range(3))
-    penalized = jnp.any(adjustments.penalties != jnp.array([1, 0, 0], jnp.float32), axis=-1)
+    history = jnp.asarray(adjustments.history)
+
+    def tokens():
+        # A row that fills up the batch has no last token: its place would be the last one, from the end.
+        last = jnp.where(positions > 0, positions - 1, history.shape[1])
+        return history.at[rows, last].set(adjustments.last_ids, mode="drop")
 
     def penalize(logits):
-        history = jnp.asarray(adjustments.history)
-        last = jnp.where(penalized, adjustments.last_ids, vocab)
-        ids = jnp.concatenate([history, last[:, None]], axis=1)
-        at = jnp.concatenate([jnp.broadcast_to(jnp.arange(history.shape[1]), history.shape), positions[:, None] - 1], 1)
-        is_output = at >= adjustments.prompt_lens[:, None]
+        ids = tokens()
+        is_output = jnp.arange(ids.shape[1]) >= adjustments.prompt_lens[:, None]
         counts = jnp.zeros((num_seqs, vocab), jnp.int32).at[rows[:, None], ids].add(is_output, mode="drop")
         seen = jnp.zeros((num_seqs, vocab), bool).at[rows[:, None], ids].set(True, mode="drop")
         logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
         return logits - frequency * counts - presence * (counts > 0)
 
-    logits = lax.cond(jnp.any(penalized), penalize, lambda logits: logits, logits)
+    penalized = jnp.any(adjustments.penalties != jnp.array([1, 0, 0], jnp.float32))
+    logits = lax.cond(penalized, penalize, lambda logits: logits, logits)
     logits = logits.at[rows[:, None], adjustments.bias_ids].add(adjustments.bias, mode="drop")
     if processor is not None:
-        # A row that fills up the batch has no last token: its place would be the last one, from the end.
-        last = jnp.where(positions > 0, positions - 1, jnp.asarray(adjustments.history).shape[1])
-        token_ids = jnp.asarray(adjustments.history).at[rows, last].set(adjustments.last_ids, mode="drop")
-        processed = processor(logits, LogitsState(token_ids, positions, jnp.asarray(adjustments.prompt_lens)))
+        processed = processor(logits, LogitsState(tokens(), positions, jnp.asarray(adjustments.prompt_lens)))
         if processed.shape != logits.shape:
             raise ValueError(f"logits_processor must return logits {logits.shape}, got {processed.shape}")
         logits = processed.astype(logits.dtype)

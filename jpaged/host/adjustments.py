@@ -55,6 +55,8 @@ def pack_adjustments(
 
     `ahead`: as for `pack`; the caller puts in `last_ids`. `with_histories`: all rows ask for their tokens.
     """
+    if not with_histories and not table.kinds.any():
+        return None  # as in most steps, of which this must not cost anything
     kinds = table.kinds[np.array([request.row for request, _, _ in rows], np.intp)]
     if with_histories:
         kinds |= np.uint8(PENALIZED)

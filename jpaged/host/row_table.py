@@ -33,6 +33,7 @@ class RowTable:
         self.block_tables[:] = 0
         self._free = list(range(len(self.block_tables)))
         self._num_known.clear()
+        self.kinds[:] = 0
 
     def take(self, request: Request) -> None:
         """Gives a request a row. What 32 bits can't tell of its sampling is clamped, not rounded to a value with
@@ -63,6 +64,7 @@ class RowTable:
             request.block_table[:] = 0
             self._free.append(request.row)
             self._num_known.pop(request.row, None)
+            self.kinds[request.row] = 0
             request.block_table = None
 
     def history(self, request: Request, num_tokens: int) -> np.ndarray:

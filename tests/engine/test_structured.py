@@ -53,7 +53,8 @@ def test_texts_have_the_shape_that_was_asked_for_beside_others_that_have_none(pa
     assert set(texts(outputs[2:3]) + texts(outputs[4:])) <= set(choice.choice)
     assert {sample.finish_reason for output in (outputs[0], outputs[2]) for sample in output.outputs} == {"stop"}
     (point,) = outputs[3].outputs
-    if point.finish_reason == "stop":
+    assert point.text.startswith("{")
+    if point.finish_reason == "stop":  # white space may take all the room that there is
         assert set(json.loads(point.text)) == {"x", "on"}
     assert texts(support.serve(parrot, ["Go"] * 5, sampling)) == texts(outputs), "seeds do not repeat"
 

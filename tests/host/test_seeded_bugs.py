@@ -164,28 +164,25 @@ def an_ended_request_goes_on_decoding(patch):
     )
 
 
-@bug(TOKENS)
-def the_rows_that_decode_compute_the_token_before_the_last(patch):
+def leave_out_of_advance(patch, name):
     advance = DecodeRows.advance
 
     def change(self, token_ids):
-        before = self.token_ids
+        before = getattr(self, name)
         advance(self, token_ids)
-        self.token_ids = before
+        setattr(self, name, before)
 
     patch.setattr(DecodeRows, "advance", change)
+
+
+@bug(TOKENS)
+def the_rows_that_decode_compute_the_token_before_the_last(patch):
+    leave_out_of_advance(patch, "token_ids")
 
 
 @bug(TOKENS)
 def the_room_that_is_left_is_not_counted_down(patch):
-    advance = DecodeRows.advance
-
-    def change(self, token_ids):
-        before = self.num_left
-        advance(self, token_ids)
-        self.num_left = before
-
-    patch.setattr(DecodeRows, "advance", change)
+    leave_out_of_advance(patch, "num_left")
 
 
 @bug(TOKENS)
