@@ -229,6 +229,10 @@ ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         "--prompt-logprobs",
         {"is_flag": True, "default": None, "help": "Build steps that can score prompts, for `Session.score`."},
     ),
+    "deterministic": (
+        "--deterministic",
+        {"is_flag": True, "default": None, "help": "Give a request the same bits whatever shares its batches."},
+    ),
     "async_scheduling": (
         "--async-scheduling/--no-async-scheduling",
         {"default": None, "help": "Start a step before the tokens of the one before are read."},

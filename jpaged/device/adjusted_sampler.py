@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jpaged.device.sampler import NEVER, Sampled, Scores, argmax, keep, largest_of, log_sum_exp, look_up, uniform
+from jpaged.device.tiles import in_tiles
 from jpaged.host.adjustments import Adjustments
 from jpaged.host.batch import SamplingBatch
 
@@ -41,13 +42,23 @@ def sample_adjusted(
     sampling: SamplingBatch,
     positions: Int32[Array, " num_seqs"],
     adjustments: Adjustments,
+    drawn: Sampled,
     *,
     implementation: str | None = None,
     interpret: bool = False,
     processor: Processor | None = None,
+    tile_rows: int | None = None,
 ) -> tuple[Sampled, Told]:
-    """As `sample`, from adjusted logits: penalties first, then bias, the `processor`, and masks. The same draw where a
-    row's adjustments change nothing."""
+    """As `sample`, from adjusted logits: penalties first, then bias, the `processor`, and masks. Rows that ask for
+    nothing keep what the step has `drawn` for them. `tile_rows`: see `in_tiles`."""
+
+    def of_rows(scores, sampling, positions, adjustments, drawn):
+        return _sample(scores, sampling, positions, adjustments, drawn, implementation, interpret, processor)
+
+    return in_tiles(of_rows, tile_rows)(scores, sampling, positions, adjustments, drawn)
+
+
+def _sample(scores, sampling, positions, adjustments, drawn, implementation, interpret, processor):
     banned = jnp.arange(len(positions))[:, None], sampling.banned_ids
     raw = scores.allowed.at[banned].set(scores.taken, mode="drop")
     logits = adjusted_logits(raw, positions, adjustments, processor).at[banned].set(NEVER, mode="drop")
@@ -65,7 +76,10 @@ def sample_adjusted(
     logprobs = told_of - log_sum_exp(told_of, jnp.max(told_of, axis=-1))[:, None]
     ids, tops = largest_of(logprobs, NUM_TOPS)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)[:, 0]
-    return Sampled(token_ids, chosen), Told(ids, tops, logprobs)
+    asks = adjustments.asks
+    return Sampled(jnp.where(asks, token_ids, drawn.token_ids), jnp.where(asks, chosen, drawn.logprobs)), Told(
+        ids, tops, logprobs
+    )
 
 
 def adjusted_logits(
@@ -106,5 +120,5 @@ def adjusted_logits(
 
 
 jitted_sample_adjusted = jax.jit(
-    sample_adjusted, static_argnames=("implementation", "interpret", "processor"), donate_argnums=0
+    sample_adjusted, static_argnames=("implementation", "interpret", "processor", "tile_rows"), donate_argnums=0
 )

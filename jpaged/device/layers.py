@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jpaged.device.tiles import Tiles, ordered_product, ordered_sum
 from jpaged.models.config import ModelConfig, RopeScaling
 
 ACTIVATIONS = {
@@ -19,17 +20,25 @@ ACTIVATIONS = {
 }
 
 
-def rms_norm(x: Float[Array, "... d_model"], weight: Float[Array, " d_model"], eps: float):
+def rms_norm(x: Float[Array, "... d_model"], weight: Float[Array, " d_model"], eps: float, tiles: Tiles | None = None):
     """Root-mean-square norm in float32, scaled after the cast back (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if tiles is None:
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    else:
+        mean = ordered_sum(wide * wide)[..., None] / x.shape[-1]
+    wide = wide * jax.lax.rsqrt(mean + eps)
     return wide.astype(x.dtype) * weight
 
 
-def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1):
+def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1, tiles: Tiles | None = None):
     """`x` times `w`, contracting the last `inputs` axes of x with the first `inputs` axes of w."""
     rows, d_in = x.shape[: x.ndim - inputs], math.prod(w.shape[:inputs])
-    out = x.reshape(*rows, d_in) @ w.reshape(d_in, -1)
+    x, flat = x.reshape(*rows, d_in), w.reshape(d_in, -1)
+    if tiles is None or tiles.depth is None:
+        out = x @ flat
+    else:
+        out = ordered_product(x, flat, tiles.depth)
     return out.reshape(*rows, *w.shape[inputs:])
 
 

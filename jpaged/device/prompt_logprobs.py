@@ -21,16 +21,19 @@ def prompt_logprobs(
     hidden: Float[Array, "num_tokens d_model"],
     targets: Int32[Array, " num_tokens"],
     num_tops: int = 1,
+    whole_chunks: bool = False,
 ) -> tuple[
     Float[Array, " num_tokens"], tuple[Int32[Array, "num_tokens num_tops"], Float[Array, "num_tokens num_tops"]]
 ]:
     """The log-probability of each target after the token with this hidden state, under the model's own logits (no
     temperature, no filters), and 0 where the target is -1; the `num_tops` likeliest ids in its place, best first, with
-    theirs. Chunks without a target cost next to nothing.
+    theirs. Chunks without a target cost next to nothing. `whole_chunks`: no chunk is smaller than
+    others, so that none is computed in another way.
     """
     num_tops = min(num_tops, jax.eval_shape(logits, weights, hidden).shape[1])
     num_tokens = len(targets)
-    padding = -num_tokens % CHUNK if num_tokens > CHUNK else 0
+    size = CHUNK if whole_chunks else min(CHUNK, num_tokens)
+    padding = -num_tokens % size
     hidden = jnp.pad(hidden, [(0, padding), (0, 0)])
     targets = jnp.pad(targets, (0, padding), constant_values=-1)
 
@@ -50,7 +53,6 @@ def prompt_logprobs(
 
         return lax.cond(jnp.any(targets >= 0), compute, nothing)
 
-    size = min(CHUNK, num_tokens)
     chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
     with jax.named_scope("prompt_logprobs"):
         found = lax.map(of_chunk, chunks)

@@ -13,6 +13,7 @@ from jpaged.device.kv_pages import KVPages
 from jpaged.device.prompt_logprobs import prompt_logprobs
 from jpaged.device.sampler import Sampled, sample
 from jpaged.device.sharding import over_heads, replicated
+from jpaged.device.tiles import Tiles, in_tiles
 from jpaged.host.batch import Batch
 from jpaged.host.sampling_params import MAX_PROMPT_TOPS
 from jpaged.models.config import ModelConfig
@@ -26,13 +27,21 @@ class Kernels(NamedTuple):
 
     implementation: str | None = None
     interpret: bool = False
+    tiles: Tiles | None = None  # for bits that are the same in any batch
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        return {"implementation": self.implementation, "interpret": self.interpret}
+
+    @property
+    def sampler_rows(self) -> int | None:
+        return None if self.tiles is None else self.tiles.sampler_rows
 
     @property
     def others(self) -> dict[str, Any]:
         """For what has no Mosaic kernel, and would gain nothing by one."""
-        return self._replace(
-            implementation="triton" if self.implementation == "mosaic_gpu" else self.implementation
-        )._asdict()
+        implementation = "triton" if self.implementation == "mosaic_gpu" else self.implementation
+        return {"implementation": implementation, "interpret": self.interpret}
 
 
 BEST = Kernels()
@@ -61,8 +70,13 @@ def attend_through(kernels: Kernels) -> Attend:
 
         def local(q, k, v, cache, tables, lens, slots, starts):
             k_pages, v_pages = write_kv(*cache, k, v, slots, **kernels.others)
-            options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels._asdict()}
-            if starts is None:
+            options = {"scale": config.head_dim**-0.5, "sliding_window": config.sliding_window, **kernels.attention}
+            if kernels.tiles is not None:
+                # One kernel for all: another one would sum in another order.
+                if starts is None:
+                    starts = jnp.pad(jnp.cumsum(lens > 0, dtype=jnp.int32), (1, 0))
+                out = ragged_paged_attention(q, k_pages, v_pages, tables, lens, starts, invariant=True, **options)
+            elif starts is None:
                 out = paged_attention(q, k_pages, v_pages, tables, lens, **options)
             else:
                 out = ragged_paged_attention(q, k_pages, v_pages, tables, lens, starts, **options)
@@ -79,20 +93,14 @@ def hidden_states(
     config: ModelConfig, weights: dict[str, Any], kv_pages: KVPages, batch: Batch, kernels: Kernels = BEST
 ) -> tuple[KVPages, Float[Array, "num_tokens d_model"]]:
     """The pool with the batch's tokens written, and the hidden state after each token."""
-    hidden, kv_pages = decode(
-        weights, config, batch.token_ids, batch.positions, batch.rope_lens, attend_through(kernels), kv_pages, batch
-    )
+    attend, tokens = attend_through(kernels), (batch.token_ids, batch.positions, batch.rope_lens)
+    hidden, kv_pages = decode(weights, config, *tokens, attend, kv_pages, batch, kernels.tiles)
     return kv_pages, hidden
 
 
-def last_logits(
-    weights: dict[str, Any], hidden: Float[Array, "num_tokens d_model"], batch: Batch
-) -> Float[Array, "num_seqs vocab"]:
-    """The logits after the last token of each row."""
-    if batch.query_starts is not None:
-        hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-    # Every device samples for itself: it needs the scores of the whole vocabulary.
-    return replicated(logits(weights, hidden))
+def last_hidden(hidden: Float[Array, "num_tokens d_model"], batch: Batch) -> Float[Array, "num_seqs d_model"]:
+    """The hidden states after the last token of each row."""
+    return hidden if batch.query_starts is None else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
 
 
 def next_logits(
@@ -100,7 +108,7 @@ def next_logits(
 ) -> tuple[KVPages, Float[Array, "num_seqs vocab"]]:
     """The pool with the batch's tokens written, and the logits after the last token of each row."""
     kv_pages, hidden = hidden_states(config, weights, kv_pages, batch, kernels)
-    return kv_pages, last_logits(weights, hidden, batch)
+    return kv_pages, replicated(logits(weights, last_hidden(hidden, batch)))
 
 
 def step(
@@ -113,13 +121,19 @@ def step(
 ) -> tuple[KVPages, Sampled]:
     """The pool, and what is drawn for each row. Of a row whose tokens are not all computed yet, it means nothing."""
     kv_pages, hidden = hidden_states(config, weights, kv_pages, batch, kernels)
-    scores = last_logits(weights, hidden, batch)
+
+    # Every device samples for itself: it needs the scores of the whole vocabulary.
+    scores = replicated(logits(weights, last_hidden(hidden, batch), kernels.tiles))
+
+    def draw(scores, sampling, positions):
+        return sample(scores, sampling, positions, num_candidates=num_candidates, **kernels.others)
+
     with jax.named_scope("sample"):
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
-        options = {"num_candidates": num_candidates, **kernels.others}
-        sampled = sample(scores, batch.sampling, batch.context_lens, **options)
+        sampled = in_tiles(draw, kernels.sampler_rows)(scores, batch.sampling, batch.context_lens)
     if batch.targets is not None:
-        scored, tops = prompt_logprobs(weights, hidden, batch.targets, MAX_PROMPT_TOPS)
+        fixed = kernels.tiles is not None
+        scored, tops = prompt_logprobs(weights, hidden, batch.targets, MAX_PROMPT_TOPS, whole_chunks=fixed)
         sampled = sampled._replace(prompt_logprobs=scored, prompt_tops=tops)
     return kv_pages, sampled
 

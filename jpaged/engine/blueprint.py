@@ -12,6 +12,7 @@ import numpy as np
 from jpaged.device.kv_pages import kv_shape, page_bytes
 from jpaged.device.params import Params
 from jpaged.device.step import Kernels
+from jpaged.device.tiles import TILES
 from jpaged.engine.compile import CompiledSteps, needs_rope_lens
 from jpaged.engine.memory import choose_num_pages
 from jpaged.engine.swap_store import swap_sizes
@@ -118,7 +119,11 @@ class Blueprint:
             self.buckets,
             num_pages=self.num_pages,
             kv_dtype=self.kv_dtype,
-            kernels=Kernels(self.config.kernels, self.config.interpret_kernels),
+            kernels=Kernels(
+                self.config.kernels,
+                self.config.interpret_kernels,
+                TILES[self.device.platform] if self.config.deterministic else None,
+            ),
             num_candidates=self.limits.num_candidates,
             swap_sizes=swap_sizes(self.page_bytes) if with_swap else (),
             with_targets=self.config.prompt_logprobs,

@@ -20,6 +20,7 @@ from jpaged.device.adjusted_sampler import Processor, Told, jitted_sample_adjust
 from jpaged.device.kv_pages import jitted_put, kv_pages_like, kv_shape, take_pages
 from jpaged.device.sampler import Sampled, Scores
 from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
+from jpaged.device.tiles import COMPILER_OPTIONS
 from jpaged.host.adjustments import Adjustments, none_of
 from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
 from jpaged.host.cache import cache_dir
@@ -243,7 +244,7 @@ class CompiledSteps:
 
     def temporary_bytes(self, shape: Step) -> int:
         """Memory that a step of this shape takes beside its arguments."""
-        memory = self._lower(shape).compile().memory_analysis()
+        memory = self._lower(shape).compile(self._compiler_options).memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def __call__(self, weights: Any, kv_pages: Any, batch: Batch):
@@ -252,10 +253,10 @@ class CompiledSteps:
         return program(weights, kv_pages, batch)
 
     def adjust(
-        self, scores: Scores, batch: Batch, adjustments: Adjustments, token_ids: Any = None
+        self, drawn: Sampled, scores: Scores, batch: Batch, adjustments: Adjustments, token_ids: Any = None
     ) -> tuple[Sampled, Told]:
-        """What is drawn from the adjusted `scores` of a step, which are used up. `token_ids`: the last tokens, if they
-        are only known on the device."""
+        """What is drawn from the adjusted `scores` of a step, which are used up, in place of what it has `drawn`.
+        `token_ids`: the last tokens, if they are only known on the device."""
         rows = len(batch.context_lens)
         neutral = self._neutral.get(rows)
         if neutral is None:  # on the device, as most of it is the same in most steps
@@ -265,7 +266,8 @@ class CompiledSteps:
             adjustments = adjustments._replace(last_ids=token_ids)
         given = adjustments._asdict().items()
         adjustments = neutral._replace(**{name: value for name, value in given if value is not None})
-        return self._program("adjust", rows)(scores, batch.sampling, batch.context_lens, adjustments)
+        drawn = Sampled(drawn.token_ids, drawn.logprobs)
+        return self._program("adjust", rows)(scores, batch.sampling, batch.context_lens, adjustments, drawn)
 
     @property
     def history_len(self) -> int:
@@ -344,8 +346,14 @@ class CompiledSteps:
         vocab = self._config.vocab_size
         scores = Scores(*(jax.ShapeDtypeStruct((rows, n), np.float32) for n in (vocab, MAX_BANNED_IDS)))
         none = jax.eval_shape(lambda: none_of(rows, self.history_len, vocab))
-        like = scores, sampling_like(rows), jax.ShapeDtypeStruct((rows,), np.int32), none
+        positions, logprobs = (jax.ShapeDtypeStruct((rows,), dtype) for dtype in (np.int32, np.float32))
+        like = scores, sampling_like(rows), positions, none, Sampled(positions, logprobs)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._replicated), like)
+
+    @property
+    def _compiler_options(self) -> dict[str, Any] | None:
+        platform = (self._device or jax.devices()[0]).platform
+        return None if self._kernels.tiles is None else COMPILER_OPTIONS[platform]
 
     @property
     def _replicated(self) -> NamedSharding | None:
@@ -369,7 +377,8 @@ class CompiledSteps:
                 options = self._kernels, self._num_candidates
                 return jitted_step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
             if shape[0] == "adjust":
-                return jitted_sample_adjusted.lower(*inputs, **self._kernels.others, processor=self._logits_processor)
+                chosen = {"processor": self._logits_processor, "tile_rows": self._kernels.sampler_rows}
+                return jitted_sample_adjusted.lower(*inputs, **self._kernels.others, **chosen)
             if shape[0] == "copy":
                 return jitted_copy.lower(self._kv_pages, *inputs, self._kernels)
             move = jitted_put if shape[0] == "put" else jax.jit(take_pages, out_shardings=self._on_the_host())
@@ -383,7 +392,7 @@ class CompiledSteps:
         return SingleDeviceSharding(self._device, memory_kind="pinned_host")
 
     def _compile(self, shape: Shape) -> Callable:
-        program = self._programs[shape] = self._lower(shape).compile()
+        program = self._programs[shape] = self._lower(shape).compile(self._compiler_options)
         return program
 
 

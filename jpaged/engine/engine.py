@@ -323,7 +323,7 @@ class Engine:
             if adjustments is None or scores is None:
                 return _Flight(plan._replace(rows=rows), batch, sampled, None, prompt_tops)
             scores = process(rows, scores, batch.sampling.banned_ids)
-            drawn, told = self._steps.adjust(scores, batch, adjustments, token_ids)
+            drawn, told = self._steps.adjust(sampled, scores, batch, adjustments, token_ids)
             sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
         return _Flight(plan._replace(rows=rows), batch, sampled, told, prompt_tops)
 

@@ -24,6 +24,7 @@ class Adjustments(NamedTuple):
     bias_ids: np.ndarray | None  # int32 [B, MAX_BIASED_IDS]
     bias: np.ndarray | None  # float32 [B, MAX_BIASED_IDS]
     masks: np.ndarray | None  # uint32 [B, (V + 31) // 32]: a bit for each id, low bits first: whether it may be drawn
+    asks: np.ndarray  # bool [B]: whether the row asks for anything
     processed: np.ndarray  # bool [B]: log-probabilities are those of what the row draws from
 
 
@@ -37,6 +38,7 @@ def none_of(batch_rows: int, history_len: int, vocab_size: int) -> Adjustments:
         bias_ids=np.full((batch_rows, MAX_BIASED_IDS), vocab_size, np.int32),
         bias=np.zeros((batch_rows, MAX_BIASED_IDS), np.float32),
         masks=np.full((batch_rows, -(-vocab_size // 32)), 2**32 - 1, np.uint32),
+        asks=np.zeros(batch_rows, bool),
         processed=np.zeros(batch_rows, bool),
     )
 
@@ -69,6 +71,7 @@ def pack_adjustments(
     for index in adjusted:
         request, start, num_tokens = rows[index]
         sampling, kind, end = request.sampling, kinds[index], start + num_tokens
+        packed.asks[index] = True
         packed.processed[index] = sampling.logprobs_mode == "processed"
         if kind & PENALIZED:
             assert history is not None

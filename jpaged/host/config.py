@@ -43,6 +43,8 @@ class EngineConfig:
     logits_processor: a function (logits, state) -> logits of JAX arrays, compiled into the programs that draw, for all
         rows of every step: float32 [num_seqs, vocab], and a `jpaged.device.adjusted_sampler.LogitsState`. It runs after
         penalties and bias and before masks.
+    deterministic: the tokens and log-probabilities of a request are the same, to the last bit, whatever shares its
+        batches, how it is cut into chunks, what is cached, and how pages are sized. docs/sampling.md has what it costs.
     async_scheduling: start a decode step before the tokens of the one before have reached the host.
     warm_up: compile and try every shape when the engine is built (True); compile them in threads while it serves, those
         that a request waits for first ("background"); or compile each when it is first met (False).
@@ -72,6 +74,7 @@ class EngineConfig:
     prefix_caching: bool = True
     prompt_logprobs: bool = False
     logits_processor: Callable[..., Any] | None = None
+    deterministic: bool = False
     async_scheduling: bool = True
     warm_up: bool | Literal["background"] = "background"
     late_compile: Literal["allow", "error"] = "allow"
@@ -128,9 +131,10 @@ class EngineConfig:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.warm_up != "background" and not isinstance(self.warm_up, bool):
             raise ValueError(f"warm_up must be True, False or 'background', got {self.warm_up!r}")
-        for name in ("prefix_caching", "prompt_logprobs", "async_scheduling", "interpret_kernels", "check_integrity"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name} must be True or False, got {value!r}")
         self._check_swap()
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise ValueError(f"logits_processor must be a function or None, got {self.logits_processor!r}")

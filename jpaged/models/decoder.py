@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jpaged.device.layers import ACTIVATIONS, linear, rms_norm, rope_angles, rotate
 from jpaged.device.params import Params
+from jpaged.device.tiles import Tiles, over
 from jpaged.models.config import ModelConfig
 
 # attend(config, q, k, v, cache, context) -> (out, cache): q [..., num_q_heads, head_dim], k and v
@@ -29,44 +30,58 @@ def decode(
     attend: Attend,
     caches: tuple[Any, ...],
     context: Any,
+    tiles: Tiles | None = None,
 ) -> tuple[Float[Array, "... d_model"], tuple[Any, ...]]:
-    """The hidden states after the final norm, and each layer's new cache."""
+    """The hidden states after the final norm, and each layer's new cache.
+
+    With `tiles`, tokens have one axis.
+    """
     with jax.named_scope("embed"):
         if config.tie_embeddings:
             x = jnp.moveaxis(weights["head"][:, token_ids], 0, -1)
         else:
             x = weights["embed"][token_ids]
-    angles = rope_angles(config, positions, rope_lens)
+    angles = over(tiles, partial(rope_angles, config))(positions, rope_lens)
     new_caches = []
     for layer, cache in zip(weights["layers"], caches, strict=True):
-        x, cache = _layer(config, attend, layer, x, angles, cache, context)
+        x, cache = _layer(config, attend, tiles, layer, x, angles, cache, context)
         new_caches.append(cache)
-    return rms_norm(x, weights["final_norm"], config.norm_eps), tuple(new_caches)
+    normed = over(tiles, lambda x: rms_norm(x, weights["final_norm"], config.norm_eps, tiles))(x)
+    return normed, tuple(new_caches)
 
 
 # A jit of its own so that the loop above traces and lowers one layer, not all of them; XLA inlines the calls.
-@partial(jax.jit, static_argnums=(0, 1))
-def _layer(config: ModelConfig, attend: Attend, layer: dict[str, Any], x, angles, cache, context):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(config: ModelConfig, attend: Attend, tiles: Tiles | None, layer: dict[str, Any], x, angles, cache, context):
     def project(name: str, x, inputs: int = 1):
-        out = linear(x, layer[name], inputs)
+        out = linear(x, layer[name], inputs, tiles)
         bias = layer.get(f"{name}_bias")
         return out if bias is None else out + bias
 
-    with jax.named_scope("attention"):
-        normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
+    def before(x, angles):
+        normed = rms_norm(x, layer["attn_norm"], config.norm_eps, tiles)
         q, k, v = project("q", normed), project("k", normed), project("v", normed)
-        out, cache = attend(config, rotate(q, angles), rotate(k, angles), v, cache, context)
-        x += project("out", out, inputs=2)
-    with jax.named_scope("mlp"):
-        normed = rms_norm(x, layer["mlp_norm"], config.norm_eps)
-        x += project("down", ACTIVATIONS[config.activation](project("gate", normed)) * project("up", normed))
-    return x, cache
+        return rotate(q, angles), rotate(k, angles), v
+
+    def after(x, out):
+        with jax.named_scope("attention"):
+            x += project("out", out, inputs=2)
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, layer["mlp_norm"], config.norm_eps, tiles)
+            return x + project("down", ACTIVATIONS[config.activation](project("gate", normed)) * project("up", normed))
+
+    with jax.named_scope("attention"):
+        q, k, v = over(tiles, before)(x, angles)
+        out, cache = attend(config, q, k, v, cache, context)
+    return over(tiles, after)(x, out), cache
 
 
-def logits(weights: dict[str, Any], hidden: Float[Array, "... d_model"]) -> Float[Array, "... vocab"]:
+def logits(
+    weights: dict[str, Any], hidden: Float[Array, "... d_model"], tiles: Tiles | None = None
+) -> Float[Array, "... vocab"]:
     """Float32 scores over the vocabulary."""
     with jax.named_scope("head"):
-        return linear(hidden, weights["head"]).astype(jnp.float32)
+        return over(tiles, lambda x: linear(x, weights["head"], 1, tiles).astype(jnp.float32))(hidden)
 
 
 def attend_dense(config: ModelConfig, q, k, v, cache, context):

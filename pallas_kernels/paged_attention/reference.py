@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -9,6 +11,13 @@ from jax import lax
 # cache, large enough to pay for the turn.
 ROWS = 8
 TOKENS = 96
+
+# Tokens read in a turn where bits must not depend on the page size, and what the widths of products are a multiple of
+# where they must not depend on the number of their rows, of which there must be some: a CPU's products are then single
+# running sums, each in the same order, whatever tiles they are computed in.
+INVARIANT_TOKENS = 128
+INVARIANT_WIDTH = 64
+INVARIANT_ROWS = 8
 
 MASKED = -1e30  # finite: a row of only masked scores must not turn into NaN
 
@@ -27,14 +36,18 @@ def paged_attention(
     k_scale,
     v_scale,
     split_size,
+    invariant=False,
 ):
+    """`invariant`: as in `pallas_kernels.ragged_paged_attention`, bit by bit the same as its reference."""
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
-    rows, pages, least = ROWS, max(1, TOKENS // page_size), 2
-    if split_size is None:  # in other shapes, or in one turn alone, sums may be made in another order
-        rows, pages, least = min(rows, num_seqs), min(pages, block_tables.shape[1]), 1
-    tokens, turns = pages * page_size, max(least, -(-block_tables.shape[1] // pages))
+    rows, tokens, least = ROWS, max(1, TOKENS // page_size) * page_size, 2
+    if invariant:
+        tokens = INVARIANT_TOKENS
+    elif split_size is None:  # in other shapes, or in one turn alone, sums may be made in another order
+        rows, tokens, least = min(rows, num_seqs), min(tokens, block_tables.shape[1] * page_size), 1
+    turns = max(least, -(-block_tables.shape[1] * page_size // tokens))
     dtype = product_dtype(q, k_pages)
     scale = by_head(scale, k_scale)
 
@@ -44,32 +57,26 @@ def paged_attention(
     pad_rows = [(0, padded - num_seqs)]
     q_rows = jnp.pad(q[order].reshape(num_seqs, num_kv_heads, group, head_dim), pad_rows + [(0, 0)] * 3)
     lens = jnp.pad(context_lens[order], pad_rows)
-    tables = jnp.pad(block_tables[order], pad_rows + [(0, turns * pages - block_tables.shape[1])])
+    tables = jnp.pad(block_tables[order], pad_rows + [(0, -(-turns * tokens // page_size) - block_tables.shape[1])])
 
     def attend_rows(_, operands):
-        q, tables, lens = operands  # [rows, kv, group, d], [rows, turns, pages], [rows]
+        q, tables, lens = operands  # [rows, kv, group, d], [rows, pages], [rows]
         first = jnp.zeros_like(lens) if sliding_window is None else jnp.maximum(lens - sliding_window, 0)
 
         def turn(i, carry):
-            top, total, out = carry
-            page_ids = lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)  # [rows, pages]
             at = i * tokens + jnp.arange(tokens, dtype=jnp.int32)
             seen = (at >= first[:, None]) & (at < lens[:, None])  # [rows, tokens]
-            k = gather_pages(k_pages, page_ids, dtype)  # [rows, kv, tokens, d]
+            k = read_tokens(k_pages, tables, i, tokens, dtype)  # [rows, kv, tokens, d]
             # An unwritten slot may hold anything, NaN included, and 0 * NaN is NaN.
-            v = jnp.where(seen[:, None, :, None], gather_pages(v_pages, page_ids, dtype), 0)
-            scores = jnp.einsum("rktd,rkgd->rktg", k, q.astype(dtype), preferred_element_type=jnp.float32)
-            scores = scores.transpose(0, 1, 3, 2) * scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            scores = jnp.where(seen[:, None, None], scores, MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            keep = jnp.exp(top - new_top)
-            weights = jnp.exp(scores - new_top[..., None])
-            total = total * keep + weights.sum(-1)
-            new = jnp.einsum("rkgt,rktd->rkgd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
-            out = out * keep[..., None] + new
-            return new_top, total, out
+            v = jnp.where(seen[:, None, :, None], read_tokens(v_pages, tables, i, tokens, dtype), 0)
+            if invariant:
+                few = jnp.pad(q.astype(dtype), [(0, 0), (0, 0), (0, -group % INVARIANT_ROWS), (0, 0)])
+                scores = product("rkgd,rktd->rkgt", few, k)[:, :, :group]
+            else:
+                scores = product("rktd,rkgd->rktg", k, q.astype(dtype)).transpose(0, 1, 3, 2)
+            seen = seen[:, None, None]
+            values = partial(weigh, "rkgt,rktd->rkgd", v, invariant)
+            return add_tokens(carry, scores * scale, seen, values, soft_cap, invariant)
 
         top, total = before_first(sinks, q.shape[:3], (num_kv_heads, group))
         start = (top, total, jnp.zeros(q.shape, jnp.float32))
@@ -84,12 +91,53 @@ def paged_attention(
         None,
         (
             q_rows.reshape(groups, rows, num_kv_heads, group, head_dim),
-            tables.reshape(groups, rows, -1, pages),
+            tables.reshape(groups, rows, -1),
             lens.reshape(groups, rows),
         ),
     )
     out = out.reshape(padded, num_q_heads, head_dim)[:num_seqs].astype(q.dtype)
     return out[jnp.argsort(order)]
+
+
+def product(axes, a, b):
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
+
+
+def weigh(axes, v, invariant, weights):
+    """The sum of values by weights: float32, the tokens being the last axis of `weights`."""
+    group, head_dim = weights.shape[-2], v.shape[-1]
+    weights = weights.astype(v.dtype)
+    if invariant:
+        weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 2) + [(0, -group % INVARIANT_ROWS), (0, 0)])
+        v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -head_dim % INVARIANT_WIDTH)])
+    return product(axes, weights, v)[..., :group, :head_dim]
+
+
+def add_tokens(carry, scores, seen, weigh, soft_cap, invariant):
+    """A running softmax gone on by some tokens: the largest score, the sum of weights, and that of weighted values.
+
+    scores: [..., tokens], float32; `seen` tells which count; `weigh` sums the tokens' values by their weights.
+    """
+    top, total, out = carry
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    keep = jnp.exp(top - new_top)
+    weights = jnp.exp(scores - new_top[..., None])
+    if not invariant:
+        return new_top, total * keep + weights.sum(-1), out * keep[..., None] + weigh(weights)
+    # What XLA fuses with what decides which products and sums are rounded once or twice, and in which order it sums.
+    weights, kept = lax.optimization_barrier((weights, total * keep))
+    new, added = lax.optimization_barrier((weigh(weights), sum_of_halves(weights)))
+    return new_top, kept + added, out * keep[..., None] + new
+
+
+def sum_of_halves(x):
+    """The sum over the last axis, whose length is a power of two, in an order that is always the same."""
+    while (length := x.shape[-1]) > 1:
+        x = x[..., : length // 2] + x[..., length // 2 :]
+    return x[..., 0]
 
 
 def by_head(factor, scale):
@@ -112,13 +160,20 @@ def product_dtype(q, k_pages):
     return q.dtype if k_pages.dtype.itemsize == 1 or k_pages.dtype == q.dtype else jnp.dtype(jnp.float32)
 
 
-def gather_pages(pages, page_ids, dtype):
-    """The tokens of some pages, by head, as `dtype`: [..., num_kv_heads, pages * page_size, head_dim]."""
+def read_tokens(pages, tables, turn, number, dtype):
+    """The `turn`th `number` tokens of some rows, by head, as `dtype`: [..., num_kv_heads, number, head_dim]."""
     num_kv_heads, page_size, head_dim = pages.shape[1:]
-    heads = jnp.arange(num_kv_heads, dtype=page_ids.dtype)[:, None]
+    heads = jnp.arange(num_kv_heads, dtype=tables.dtype)[:, None]
     # One row to copy for each page and head, so that the heads come out in front without a transposition; the barrier
     # keeps XLA from folding the copy into loops over single numbers.
-    rows = pages.reshape(-1, page_size * head_dim)
-    gathered = rows.at[page_ids[..., None, :] * num_kv_heads + heads].get(mode="promise_in_bounds")
-    gathered = lax.optimization_barrier(gathered).astype(dtype)
-    return gathered.reshape(*page_ids.shape[:-1], num_kv_heads, -1, head_dim)
+    if number % page_size == 0:
+        count = number // page_size
+        page_ids = lax.dynamic_slice_in_dim(tables, turn * count, count, axis=-1)
+        rows, index = pages.reshape(-1, page_size * head_dim), page_ids[..., None, :] * num_kv_heads + heads
+    else:
+        at = turn * number + jnp.arange(number, dtype=tables.dtype)
+        page_ids = jnp.take(tables, at // page_size, axis=-1, mode="clip")
+        rows = pages.reshape(-1, head_dim)
+        index = (page_ids[..., None, :] * num_kv_heads + heads) * page_size + at % page_size
+    gathered = lax.optimization_barrier(rows.at[index].get(mode="promise_in_bounds")).astype(dtype)
+    return gathered.reshape(*tables.shape[:-1], num_kv_heads, number, head_dim)

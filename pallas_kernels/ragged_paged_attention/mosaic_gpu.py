@@ -50,6 +50,7 @@ def ragged_paged_attention(
     sinks,
     k_scale,
     v_scale,
+    invariant,
     interpret,
     block_tokens,
     num_stages,
@@ -66,7 +67,8 @@ def ragged_paged_attention(
     A consumer issues the scores of a block and, behind them, the product of the block before, whose softmax is done;
     the softmax of the new scores runs while that product does. The consumers take turns in issuing. Scores, sums and
     results are float32 in registers, the weights are rounded to the pool's dtype. Softmax is the running one in base 2.
-    A query's result depends on its own row alone, and not on how the row's queries were cut into chunks.
+    A query's result depends on its own row alone, and not on how the row's queries were cut into chunks: that is so
+    whether `invariant` asks for it or not.
 
     Rows with a single query, most of a mixed batch, are tiles too, one of whose parts stands by. A block of 128 tokens
     and head_dim 128 takes about 3200 cycles of a multiprocessor's share of an H200's memory and the 64 rows' two

@@ -25,13 +25,15 @@ def ragged_paged_attention(
     sinks,
     k_scale,
     v_scale,
+    invariant=False,
 ):
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs = block_tables.shape[0]
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
-    pages = max(1, min(TOKENS // page_size, block_tables.shape[1]))
-    tokens = pages * page_size
+    tokens = max(1, min(TOKENS // page_size, block_tables.shape[1])) * page_size
+    if invariant:
+        tokens = decode.INVARIANT_TOKENS
     dtype = decode.product_dtype(q, k_pages)
     queries = min(QUERIES, num_tokens)
     query_lens = query_starts[1:] - query_starts[:-1]
@@ -52,6 +54,7 @@ def ragged_paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         split_size=None,
+        invariant=invariant,
     )
     # One array holds the queries still to be served and the results of those served: no second one to fill and copy.
     q = q.at[jnp.where(single, last, num_tokens)].set(single_out, mode="drop")
@@ -60,7 +63,8 @@ def ragged_paged_attention(
     scale = scale if k_scale is None else scale[..., None]  # [num_kv_heads, 1, 1, 1]
     # The others are cut into blocks: block i is the (i - ends[row - 1])th of its row.
     ends = jnp.cumsum(jnp.where(single, 0, -(-query_lens // queries)))
-    tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % pages)])
+    longest = -(-block_tables.shape[1] * page_size // tokens) * tokens
+    tables = jnp.pad(block_tables, [(0, 0), (0, -(-longest // page_size) - block_tables.shape[1])])
 
     def attend_block(i, q):
         row = jnp.searchsorted(ends, i, side="right")
@@ -77,27 +81,25 @@ def ragged_paged_attention(
         first_seen = 0 if sliding_window is None else jnp.maximum(position[0] + skip - sliding_window + 1, 0)
         end = position[0] + stop
 
+        table = lax.dynamic_index_in_dim(tables, row, keepdims=False)
+
         def turn(j, carry):
-            top, total, acc = carry
-            page_ids = lax.dynamic_slice(tables, (row, j * pages), (1, pages))[0]
             at = j * tokens + jnp.arange(tokens, dtype=jnp.int32)
-            k = decode.gather_pages(k_pages, page_ids, dtype)  # [kv, tokens, d]
-            v = jnp.where(((at >= first_seen) & (at < end))[:, None], decode.gather_pages(v_pages, page_ids, dtype), 0)
-            scores = jnp.einsum("kqd,ktd->kqt", block.astype(dtype), k, preferred_element_type=jnp.float32)
+            k = decode.read_tokens(k_pages, table, j, tokens, dtype)  # [kv, tokens, d]
+            v = decode.read_tokens(v_pages, table, j, tokens, dtype)
+            v = jnp.where(((at >= first_seen) & (at < end))[:, None], v, 0)
+            scores = decode.product("kqd,ktd->kqt", block.astype(dtype), k)
             scores = scores.reshape(num_kv_heads, queries, group, tokens) * scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
             seen = at <= position[:, None]
             if sliding_window is not None:
                 seen &= at > position[:, None] - sliding_window
-            scores = jnp.where(seen[None, :, None], scores, decode.MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            keep = jnp.exp(top - new_top)
-            weights = jnp.exp(scores - new_top[..., None])
-            total = total * keep + weights.sum(-1)
-            weights = weights.astype(dtype).reshape(num_kv_heads, queries * group, tokens)
-            new = jnp.einsum("kqt,ktd->kqd", weights, v, preferred_element_type=jnp.float32)
-            return new_top, total, acc * keep[..., None] + new.reshape(acc.shape)
+
+            def weigh(weights):
+                weights = weights.reshape(num_kv_heads, queries * group, tokens)
+                out = decode.weigh("kqt,ktd->kqd", v, invariant, weights)
+                return out.reshape(num_kv_heads, queries, group, head_dim)
+
+            return decode.add_tokens(carry, scores, seen[None, :, None], weigh, soft_cap, invariant)
 
         shape = (num_kv_heads, queries, group)
         top, total = decode.before_first(sinks, shape, (num_kv_heads, 1, group))

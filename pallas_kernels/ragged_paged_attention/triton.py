@@ -20,6 +20,8 @@ One program serves a tile: a block of queries of one row, times the query heads 
 - Splits: where there are fewer tiles than the card has room for (a few speculative rows with long contexts), each
   tile's context is cut into equal shares. Each leaves its maximum, its sum and its unnormalised result in float32, and
   XLA combines them.
+- With `invariant`, all tiles are the large ones and no context is split: blocks of tokens then lie the same for every
+  query, and are added up in the same order.
 - Accumulation: running softmax to base 2; scores, sums and the accumulator are float32.
 - Products: bfloat16 and float16 on the tensor cores. Float32, of queries or pool, takes float32 products without tensor
   cores, in tiles of 16 rows: as accurate as float32 is, and slow.
@@ -106,6 +108,7 @@ def ragged_paged_attention(
     sinks,
     k_scale,
     v_scale,
+    invariant,
     interpret,
     block_rows,
     block_tokens,
@@ -122,6 +125,8 @@ def ragged_paged_attention(
     group = num_q_heads // num_kv_heads
     if product_dtype(q.dtype, k_pages.dtype.name) == jnp.float32:
         blocks = float32_blocks(group, head_dim)
+    elif invariant:
+        blocks = Blocks(block_rows, 0, block_tokens, num_warps, num_stages, 1)
     elif num_tokens <= max(FEW_QUERIES * num_seqs, FEW_TOKENS):
         rows = 16 if -(-num_tokens // num_seqs) * group <= 16 else FEW_ROWS
         blocks = Blocks(rows, 0, few_tokens, FEW_WARPS, few_stages, 4)
@@ -134,7 +139,7 @@ def ragged_paged_attention(
     if num_cores is None:
         num_cores = current_target().num_cores
     wanted = blocks.programs_per_core * num_cores // (num_tiles * num_kv_heads)
-    num_splits = max(1, min(wanted, seen // (SPLIT_BLOCKS * blocks.tokens)))
+    num_splits = 1 if invariant else max(1, min(wanted, seen // (SPLIT_BLOCKS * blocks.tokens)))
     plan = Plan(
         blocks,
         num_splits,

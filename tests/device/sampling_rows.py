@@ -58,5 +58,6 @@ def adjustments_of(
         bias_ids=bias_ids,
         bias=bias,
         masks=words,
+        asks=np.ones(len(rows), bool),
         processed=np.array([row.get("logprobs_mode") == "processed" for row in rows]),
     )

@@ -48,7 +48,7 @@ def draw(logits: np.ndarray, rows: list[dict[str, Any]], history_len: int = HIST
     """What both samplers draw, the one that adjusts nothing first, and what is told."""
     sampling, positions, adjustments = packed(rows, logits.shape[1], history_len)
     plain = sample(logits, sampling, positions)
-    drawn, told = adjusted_sample(plain.scores, sampling, positions, adjustments)
+    drawn, told = adjusted_sample(plain.scores, sampling, positions, adjustments, sampler.Sampled(*plain[:2]))
     return jax.device_get((plain, drawn, told))
 
 
@@ -215,7 +215,7 @@ def test_draws_follow_the_distribution_that_the_adjustments_leave():
     )
     sampling = sampling._replace(seed=batch_of(many, vocab).seed)
     plain = sample(np.broadcast_to(logits, (len(many), vocab)), sampling, positions)
-    drawn, _ = adjusted_sample(plain.scores, sampling, positions, adjustments)
+    drawn, _ = adjusted_sample(plain.scores, sampling, positions, adjustments, sampler.Sampled(*plain[:2]))
     for row, ids in zip(rows, np.asarray(drawn.token_ids).reshape(len(rows), times), strict=True):
         assert_drawn_from(ids, oracle.probabilities(oracle.adjusted(logits, **row), **row), str(row))
 

@@ -44,6 +44,7 @@ def kernel(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        invariant=False,
         interpret=interpret,
         num_cores=num_cores,
         **options,
