@@ -217,7 +217,8 @@ def test_what_cannot_be_read_of_them_is_refused(fake, flags, complaint):
 
 def test_every_sampling_option_reaches_the_request(fake):
     flags = "-t 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 -m 9 --min-tokens 2 --stop a --stop b --stop-token-id 3 "
-    flags += "--include-stop-str-in-output --ignore-eos --seed 11 --logprobs --show-special-tokens -n 2"
+    flags += "--include-stop-str-in-output --ignore-eos --seed 11 --logprobs --show-special-tokens -n 2 "
+    flags += "--spaces-between-special-tokens"
     result = run("generate", *flags.split(), "hello")
     assert result.exit_code == 0, result.output
     assert fake.seen[0][1] == SamplingParams(
@@ -235,7 +236,10 @@ def test_every_sampling_option_reaches_the_request(fake):
         seed=11,
         logprobs=True,
         skip_special_tokens=False,
+        spaces_between_special_tokens=True,
     )
+    assert run("generate", "--no-spaces-between-special-tokens", "hello").exit_code == 0
+    assert fake.seen[1][1].spaces_between_special_tokens is False
 
 
 def test_max_tokens_zero_means_as_many_as_fit(fake):

@@ -142,6 +142,10 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--skip-special-tokens/--show-special-tokens",),
         {"help": "Leave special tokens out of the text.", "default": True},
     ),
+    "spaces_between_special_tokens": (
+        ("--spaces-between-special-tokens/--no-spaces-between-special-tokens",),
+        {"help": "Spaces beside special tokens, where shown [default: as the tokenizer writes].", "default": None},
+    ),
     "cache_salt": (("--cache-salt",), {"type": str, "help": "Share KV only with requests of the same salt."}),
 }
 
