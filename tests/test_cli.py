@@ -18,10 +18,12 @@ import pytest
 import jpaged
 from jpaged.cli import main, options
 from jpaged.cli.chat import Conversation
+from jpaged.device.params import Params
 from jpaged.host.config import EngineConfig
 from jpaged.host.metrics import EngineStats
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
+from jpaged.models.config import ModelConfig
 
 generate_module = importlib.import_module("jpaged.cli.generate")
 chat_module = importlib.import_module("jpaged.cli.chat")
@@ -36,6 +38,7 @@ class FakeEngine:
         self.stats = EngineStats()
         self.warm_up_seconds = 1.5
         self.seen, self.running, self.aborted = [], {}, []
+        self.params = published_with()
 
     def add_request(self, prompt, sampling):
         size = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], int) else 7
@@ -84,6 +87,10 @@ class FakeEngine:
         return self.running.pop(request_id, None) is not None
 
 
+def published_with(**defaults):
+    return Params({}, ModelConfig("Tiny", 8, 8, 8, 1, 1, 1, 8, 100, sampling_defaults=tuple(defaults.items())))
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Puts a FakeEngine behind the commands; `fake.settings` is what the command asked of the engine."""
@@ -95,7 +102,7 @@ def fake(monkeypatch):
         engine.settings = defaults | {k: v for k, v in chosen.items() if v is not None}
         EngineConfig(**engine.settings)
         tokenizer = SimpleNamespace(chat_template="{{ messages }}")
-        return options.OpenedEngine(engine, tokenizer, "float32", engine.settings, 0.5, 1.5)
+        return options.OpenedEngine(engine, tokenizer, "float32", engine.settings, 0.5, 1.5, engine.params)
 
     for module in (generate_module, chat_module, bench_module):
         monkeypatch.setattr(module, "open_engine", open_fake)
@@ -217,7 +224,8 @@ def test_what_cannot_be_read_of_them_is_refused(fake, flags, complaint):
 
 def test_every_sampling_option_reaches_the_request(fake):
     flags = "-t 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 -m 9 --min-tokens 2 --stop a --stop b --stop-token-id 3 "
-    flags += "--include-stop-str-in-output --ignore-eos --seed 11 --logprobs --show-special-tokens -n 2"
+    flags += "--include-stop-str-in-output --ignore-eos --seed 11 --logprobs --show-special-tokens -n 2 "
+    flags += "--spaces-between-special-tokens"
     result = run("generate", *flags.split(), "hello")
     assert result.exit_code == 0, result.output
     assert fake.seen[0][1] == SamplingParams(
@@ -235,7 +243,35 @@ def test_every_sampling_option_reaches_the_request(fake):
         seed=11,
         logprobs=True,
         skip_special_tokens=False,
+        spaces_between_special_tokens=True,
     )
+    assert run("generate", "--no-spaces-between-special-tokens", "hello").exit_code == 0
+    assert fake.seen[1][1].spaces_between_special_tokens is False
+
+
+def test_the_models_defaults_come_before_the_commands_and_after_the_options(fake):
+    fake.params = published_with(temperature=0.6, top_p=0.8, repetition_penalty=1.1)
+    told = "sampling defaults of the model: "
+    result = run("generate", "hello")
+    assert fake.seen[-1][1] == SamplingParams(temperature=0.6, top_p=0.8, repetition_penalty=1.1, max_tokens=256)
+    line = "temperature=0.6, top_p=0.8, repetition_penalty=1.1; --no-model-defaults leaves them\n"
+    assert told + line in result.stderr
+    assert result.stdout == "one two three\n"
+    result = run("generate", "-t", "0", "--top-p", "1.0", "hello")  # as they are without options
+    assert fake.seen[-1][1] == SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=256)
+    assert told + "repetition_penalty=1.1; " in result.stderr
+    result = run("generate", "-t", "1", "--top-p", "0.5", "--repetition-penalty", "1", "hello")
+    assert fake.seen[-1][1] == SamplingParams(temperature=1, top_p=0.5, max_tokens=256) and told not in result.stderr
+    result = run("generate", "--no-model-defaults", "hello")
+    assert fake.seen[-1][1] == SamplingParams(temperature=0, max_tokens=256) and told not in result.stderr
+    result = run("generate", "--num-beams", "2", "hello")
+    assert fake.seen[-1][1] == SamplingParams(temperature=0, num_beams=2, max_tokens=256) and told not in result.stderr
+    fake.params = published_with(top_k=5, max_tokens=9)
+    result = run("chat", input="hello\n")
+    assert fake.seen[-1][1] == SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=9)
+    assert result.stderr.count(told + "top_k=5, max_tokens=9; ") == 1
+    run("chat", "--no-model-defaults", "-m", "0", input="hello\n")
+    assert fake.seen[-1][1] == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=None)
 
 
 def test_max_tokens_zero_means_as_many_as_fit(fake):
@@ -321,7 +357,7 @@ def test_chat_tells_an_unknown_command(fake):
 
 
 def conversation(engine, **sampling):
-    opened = options.OpenedEngine(engine, None, "float32", {}, 0.0, 0.0)
+    opened = options.OpenedEngine(engine, None, "float32", {}, 0.0, 0.0, engine.params)
     return Conversation(opened, SamplingParams(**sampling), None, stats=False)
 
 

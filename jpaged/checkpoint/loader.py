@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.checkpoint import assembly
+from jpaged.checkpoint.generation_config import sampling_defaults
 from jpaged.checkpoint.hub import resolve
 from jpaged.checkpoint.safetensors import read_json, read_tensors
 from jpaged.checkpoint.tensors import CheckpointError, StoredTensor, read_rows
@@ -58,7 +60,8 @@ def _load_directory(path: Path, dtype: Any, sharding: Any) -> Params:
     if not any(path.iterdir()):
         raise CheckpointError(f"{path}: the directory is empty: check the path")
     fields = read_json(path / "config.json")
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    generation_file = path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(fields, path / "config.json")
     if fields.get("quantization_config"):
         raise CheckpointError(
@@ -70,6 +73,7 @@ def _load_directory(path: Path, dtype: Any, sharding: Any) -> Params:
         config = family.config_from_hf(architecture, fields, generation)
     except ValueError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+    config = dataclasses.replace(config, sampling_defaults=sampling_defaults(generation, generation_file))
     tensors = read_tensors(path)
 
     def tokenizer() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoint.assembly import paths, published_name, weight_for
+from jpaged.checkpoint.generation_config import generation_fields
 from jpaged.checkpoint.loader import FAMILIES
 from jpaged.checkpoint.safetensors import DTYPES, INDEX, SINGLE
 from jpaged.device.params import Params, weight_shapes
@@ -38,13 +39,12 @@ def save(params: Params, path: str | os.PathLike) -> None:
     leaves = dict(paths(params.weights))
     _check(leaves, config)
     fields["dtype"] = str(leaves["head"].dtype)
-    end = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
 
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
         _write_json(unfinished / "config.json", fields)
-        _write_json(unfinished / "generation_config.json", {k: v for k, v in end.items() if v is not None})
+        _write_json(unfinished / "generation_config.json", generation_fields(config))
         _write_weights(unfinished, leaves, config)
         os.rename(unfinished, path)
     except BaseException:

@@ -32,7 +32,8 @@ HELP = "/reset: start over, /quit or Ctrl-D: leave, Ctrl-C: stop an answer"
 @engine_options
 def chat(system: str | None, stats: bool, **options: Any) -> None:
     """Talk with the model in the terminal."""
-    sampling = sampling_from(options)
+    asked = sampling_from(options)
+    sampling = asked.sampling
     if sampling.n != 1 or sampling.best_of is not None or sampling.num_beams != 1:
         raise click.UsageError("a chat shows one answer as it comes; leave -n, --best-of and --num-beams out")
     if sampling.returns_logprobs:
@@ -40,7 +41,7 @@ def chat(system: str | None, stats: bool, **options: Any) -> None:
     opened = open_engine(options, **engine_for_one())
     if not getattr(opened.tokenizer, "chat_template", None):
         raise click.UsageError("this model has no chat template; use `jpaged generate --raw`")
-    Conversation(opened, sampling, system, stats).run()
+    Conversation(opened, asked.of_model(opened.params), system, stats).run()
 
 
 class Conversation:

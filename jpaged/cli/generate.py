@@ -32,10 +32,11 @@ def generate(prompt: str | None, chat: bool | None, system: str | None, **option
 
     The answer goes to standard output, what it took to standard error.
     """
-    sampling = sampling_from(options)
+    asked = sampling_from(options)
     prompt = read_prompt(prompt)
     if chat is False and system is not None:
         raise click.UsageError("--system is part of a chat; it does not go with --raw")
+    sampling = asked.sampling
     opened = open_engine(options, **engine_for_one(sampling.best_of or sampling.n, sampling.num_beams))
     has_template = bool(getattr(opened.tokenizer, "chat_template", None))
     if (chat or system is not None) and not has_template:
@@ -44,7 +45,7 @@ def generate(prompt: str | None, chat: bool | None, system: str | None, **option
     if chat or (chat is None and has_template):
         request = [{"role": "system", "content": system}] if system is not None else []
         request.append({"role": "user", "content": prompt})
-    if not stream_answer(opened, request, sampling):
+    if not stream_answer(opened, request, asked.of_model(opened.params)):
         sys.exit(INTERRUPTED)
 
 

@@ -142,31 +142,62 @@ SAMPLING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--skip-special-tokens/--show-special-tokens",),
         {"help": "Leave special tokens out of the text.", "default": True},
     ),
+    "spaces_between_special_tokens": (
+        ("--spaces-between-special-tokens/--no-spaces-between-special-tokens",),
+        {"help": "Spaces beside special tokens, where shown [default: as the tokenizer writes].", "default": None},
+    ),
     "cache_salt": (("--cache-salt",), {"type": str, "help": "Share KV only with requests of the same salt."}),
 }
 
 
 def sampling_options(**defaults: Any) -> Callable:
-    """Adds an option for each field of `SamplingParams`; `sampling_from` reads them back."""
+    """Adds an option for each field of `SamplingParams`, with the command's `defaults`; `sampling_from` reads them."""
 
     def decorate(command: Callable) -> Callable:
         for name, (flags, settings) in reversed(SAMPLING.items()):
             shown = {"show_default": True, "default": defaults[name]} if name in defaults else {}
             command = click.option(*flags, name, **{**settings, **shown})(command)
-        return command
+        return click.option(
+            "--model-defaults/--no-model-defaults",
+            default=True,
+            help="For what no option says, sample as the model was published to [default: yes].",
+        )(command)
 
     return decorate
 
 
-def sampling_from(options: dict[str, Any]) -> Any:
-    """Takes the sampling options out of a command's options and makes the SamplingParams of those that were given."""
+@dataclass
+class Asked:
+    """What a command line says of sampling."""
+
+    given: dict[str, Any]  # by its options
+    others: dict[str, Any]  # the command's own defaults, for what they don't say
+    model_defaults: bool  # whether the model's come before these
+    sampling: Any  # the SamplingParams of both
+
+    def of_model(self, params: Any) -> Any:
+        """The SamplingParams with the model's defaults, which are told on standard error."""
+        from jpaged.host.sampling_params import SamplingParams
+
+        taken = params.defaults_beside(self.given) if self.model_defaults else {}
+        if taken:
+            told = ", ".join(f"{name}={value}" for name, value in taken.items())
+            click.echo(f"sampling defaults of the model: {told}; --no-model-defaults leaves them", err=True)
+        return SamplingParams(**(self.others | taken | self.given))
+
+
+def sampling_from(options: dict[str, Any]) -> Asked:
+    """Takes the sampling options out of a command's options, and checks them before a model is loaded."""
     from jpaged.host.sampling_params import SamplingParams
 
-    given = {name: options.pop(name) for name in SAMPLING}
-    given = {name: value for name, value in given.items() if value is not None and value != ()}
-    if given.get("max_tokens") == 0:
-        given["max_tokens"] = None
-    return SamplingParams(**given)
+    source = click.get_current_context().get_parameter_source
+    found = {name: options.pop(name) for name in SAMPLING}
+    found = {name: value for name, value in found.items() if value is not None and value != ()}
+    if found.get("max_tokens") == 0:
+        found["max_tokens"] = None
+    given = {name: value for name, value in found.items() if source(name) != click.core.ParameterSource.DEFAULT}
+    others = {name: value for name, value in found.items() if name not in given}
+    return Asked(given, others, options.pop("model_defaults"), SamplingParams(**found))
 
 
 WARM_UP: dict[str, Any] = {"yes": True, "no": False, "background": "background"}
@@ -320,6 +351,7 @@ class OpenedEngine:
     settings: dict[str, Any]
     load_seconds: float
     warm_up_seconds: float
+    params: Any
 
     def describe(self, mode: str, model: str) -> dict[str, Any]:
         """What a file of measurements begins with."""
@@ -365,4 +397,5 @@ def open_engine(options: dict[str, Any], **defaults: Any) -> OpenedEngine:
         settings=settings,
         load_seconds=load_seconds,
         warm_up_seconds=engine.warm_up_seconds,
+        params=params,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.host.sampling_params import SamplingParams
 from jpaged.models.config import ModelConfig
 
 
@@ -41,6 +43,17 @@ class Params:
         self.weights = weights
         self.config = config
         self.tokenizer = tokenizer
+
+    def default_sampling(self, **given: Any) -> SamplingParams:
+        """`SamplingParams` of those `given`, and for the others of what the model was published with."""
+        return SamplingParams(**self.defaults_beside(given), **given)
+
+    def defaults_beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The published parameters that count beside those `given`: none in their place, and none at all in a beam
+        search, which they would contradict."""
+        if given.get("num_beams", 1) != 1:
+            return {}
+        return {name: value for name, value in self.config.sampling_defaults if name not in given}
 
     def tree_flatten_with_keys(self):
         return ((jax.tree_util.GetAttrKey("weights"), self.weights),), (self.config, self.tokenizer)

@@ -381,6 +381,7 @@ class Engine:
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
             prompt_tail=request.prompt_token_ids,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         )
         for token_id in request.output_token_ids:
             detokenizer.append(token_id)

@@ -35,6 +35,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
+        spaces_between_special_tokens: bool | None = None,
     ):
         self.stop_hit: str | None = None
         self._tokenizer = tokenizer
@@ -43,7 +44,8 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._first = True
+        self._spaces = spaces_between_special_tokens
+        self._before: int | None = None  # the last token that is shown
         self._finished = False
         self._state = 0  # of the automaton
         self._held = ""  # decoded, but may be the beginning of a stop string
@@ -56,7 +58,7 @@ class Detokenizer:
         for token_id in reversed(prompt_tail):
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip_special_tokens)
             if piece is not None:
-                self._first = False
+                self._before = token_id if self._before is None else self._before
                 pieces.append(piece)
             if sum(map(len, pieces)) >= 3:  # no unfinished character is longer
                 break
@@ -80,11 +82,13 @@ class Detokenizer:
             return ""
         assert not self._finished, "append after finish"
         self._num_tokens += 1
-        piece = self._tokenizer.piece(token_id, first=self._first, skip_special_tokens=self._skip_special_tokens)
+        piece = self._tokenizer.piece(
+            token_id, first=self._before is None, skip_special_tokens=self._skip_special_tokens
+        )
         if piece is None:
             return ""
-        self._first = False
-        raw = self._broken_off + piece
+        raw = self._broken_off + self._tokenizer.spaced(piece, self._before, token_id, self._spaces)
+        self._before = token_id
         border = len(raw) - _num_broken_off(raw)
         self._broken_off = raw[border:]
         return self._show(raw[:border].decode("utf-8", self._tokenizer.utf8_errors))

@@ -60,6 +60,10 @@ class SamplingParams:
         the k likeliest tokens in its place, too. The engine must be built with `prompt_logprobs=True`. Nothing of such
         a prompt is taken from the prefix cache.
     skip_special_tokens: leave special tokens, such as the end of sequence, out of the text.
+    spaces_between_special_tokens: how special tokens stand in the text, where they are shown. None: as the tokenizer
+        writes them, most without spaces. True: where one of two neighbours is special, the second begins with a space
+        (one is put there if it has none). False: no space there that the tokenizer puts between tokens; what tokens
+        say themselves stays.
     detokenize: False: token ids only, no text.
     truncate_prompt_tokens: only so many of the prompt's last tokens are used.
     cache_salt: text; KV is shared only between requests of the same salt. Where users must not learn from how soon an
@@ -96,6 +100,7 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool | None = None
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
@@ -157,6 +162,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 fail(name, "True or False")
+        if not isinstance(self.spaces_between_special_tokens, bool | None):
+            fail("spaces_between_special_tokens", "True, False or None for the tokenizer's own way")
 
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             fail("cache_salt", "text or None")

@@ -59,6 +59,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         kinds = _decoder_kinds(backend.decoder)
         self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        # These put a space between words, which is part of no token.
+        self._puts_spaces = not kinds or "WordPiece" in kinds
         self.utf8_errors = "jpaged.replace_each_byte" if self._byte_fallback else "replace"
         self._pieces: dict[int, bytes | None] = {}
 
@@ -177,19 +179,25 @@ class Tokenizer:
         ids = self.encode("a", add_special_tokens=False)
         return b"".join(self.piece(i) or b"" for i in ids).startswith(b" ")
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool | None = None,
+    ) -> str:
         """The text of the ids. Bytes that are no UTF-8 show as U+FFFD; ids without a token show as nothing.
+        `SamplingParams` says what the two options do.
 
         Unlike `tokenizers`, which for SentencePiece drops every character spelled in bytes that touches a broken one,
         this keeps the whole ones, as SentencePiece does.
         """
         pieces: list[bytes] = []
-        first = True
+        before = None
         for token_id in token_ids:
-            piece = self.piece(token_id, first=first, skip_special_tokens=skip_special_tokens)
+            piece = self.piece(token_id, first=before is None, skip_special_tokens=skip_special_tokens)
             if piece is not None:
-                pieces.append(piece)
-                first = False
+                pieces.append(self.spaced(piece, before, token_id, spaces_between_special_tokens))
+                before = token_id
         return b"".join(pieces).decode("utf-8", self.utf8_errors)
 
     def piece(self, token_id: int, *, first: bool = False, skip_special_tokens: bool = True) -> bytes | None:
@@ -206,6 +214,15 @@ class Tokenizer:
         except KeyError:
             piece = self._pieces[token_id] = self._make_piece(token_id)
             return piece
+
+    def spaced(self, piece: bytes, before: int | None, token_id: int, spaces: bool | None) -> bytes:
+        """A token's `piece` as it is shown after the token `before` (None: as the first): if either is special, with or
+        without a space in front."""
+        if spaces is None or before is None or self._special_ids.isdisjoint((before, token_id)):
+            return piece
+        if spaces:
+            return piece if piece.startswith(b" ") else b" " + piece
+        return piece.removeprefix(b" ") if self._puts_spaces else piece
 
     def _token(self, token_id: int) -> str | None:
         try:

@@ -52,6 +52,7 @@ class ModelConfig:
     sliding_window: int | None = None  # tokens a query sees, itself included; None: all
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # fields of SamplingParams, as the publisher sets them
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_q_heads", "num_kv_heads", "head_dim"):

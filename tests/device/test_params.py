@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jpaged.checkpoint import load
 from jpaged.device.params import Params, weight_shapes
+from jpaged.host.sampling_params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
 LLAMA = "checkpoints/llama"
@@ -22,6 +24,22 @@ def test_tree_map_gives_params_of_the_same_kind(load_tiny):
     assert isinstance(doubled, Params)
     assert doubled.config == params.config and doubled.tokenizer is params.tokenizer
     np.testing.assert_array_equal(doubled.weights["layers"][1]["q"], 2 * params.weights["layers"][1]["q"])
+
+
+def test_default_sampling_is_as_published_for_all_that_is_not_given(load_tiny):
+    params = load_tiny(LLAMA)
+    assert params.default_sampling() == SamplingParams()
+    defaults = (("temperature", 0.6), ("top_p", 0.9), ("max_tokens", 64))
+    params = Params(params.weights, dataclasses.replace(params.config, sampling_defaults=defaults))
+    doubled = jax.tree.map(lambda w: 2 * w, params)
+    assert doubled.default_sampling() == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=64)
+    given = {"top_p": 1.0, "seed": 3, "max_tokens": None}
+    assert doubled.default_sampling(**given) == SamplingParams(temperature=0.6, **given)
+    beams = {"num_beams": 2, "temperature": 0}
+    assert params.default_sampling(**beams) == SamplingParams(**beams)
+    with pytest.raises(ValueError, match="top_k must be"):
+        params.default_sampling(top_k=-3)
+    jax.jit(lambda params: params)(doubled)  # static data must have a hash
 
 
 def test_paths_name_every_weight(load_tiny):

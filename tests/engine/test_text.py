@@ -99,6 +99,10 @@ def test_special_tokens_are_shown_if_asked(parrot):
     assert say(parrot, skip_special_tokens=False).text == NUMBERS + "<|im_end|>"
     shown = say(parrot, skip_special_tokens=False, stop=["<|im_end|>"])
     assert (shown.text, shown.stop_reason) == (NUMBERS, "<|im_end|>")
+    spaced = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+    assert say(parrot, **spaced).text == NUMBERS + " <|im_end|>"
+    assert say(parrot, stop=[" <|"], **spaced).text == NUMBERS
+    assert say(parrot, prompt="Say:<|im_start|>", text="now", **spaced).text == " now <|im_end|>"
 
 
 def test_the_last_token_allowed_may_complete_a_stop_string(parrot):

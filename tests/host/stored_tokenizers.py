@@ -41,6 +41,18 @@ def sentencepiece(name: str) -> Tokenizer:
     return Tokenizer.from_gguf(stored(name)["fields"])
 
 
+@functools.cache
+def words(spaced: bool = True) -> Tokenizer:
+    """Whole words, which the decoder (WordPiece, or none) puts spaces between."""
+    vocab = {"[UNK]": 0, "[SEP]": 1, "[PAD]": 2, "one": 3, "two": 4, "##s": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if spaced:
+        backend.decoder = tokenizers.decoders.WordPiece()
+    backend.add_special_tokens(["[SEP]", "[PAD]"])
+    return Tokenizer(backend, special_tokens={"eos_token": "[SEP]"})
+
+
 def smollm2_gguf_fields() -> dict[str, Any]:
     """The metadata that a GGUF of SmolLM2 holds."""
     model = stored("smollm2")["model"]

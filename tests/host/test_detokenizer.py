@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_tokenizers import sentencepiece, smollm2
+from stored_tokenizers import sentencepiece, smollm2, words
 
 from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.stop_strings import compile_stop_strings
@@ -139,6 +139,18 @@ def test_the_text_continues_the_prompt(case, cut):
     if text_after(tokenizer, prompt, skip) == tokenizer.decode(prompt, skip):  # ends between characters
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, prompt_tail=prompt)
         assert tokenizer.decode(prompt, skip) + "".join(run(detokenizer, output)) == whole
+
+
+@given(generations(), st.integers(0, 20), st.booleans())
+def test_spaces_beside_special_tokens_are_the_same_in_the_stream_and_after_a_prompt(case, cut, spaces):
+    tokenizer, ids, _, _, _, _ = case
+    whole, options = tokenizer.decode(ids, False, spaces), {"skip_special_tokens": False}
+    options["spaces_between_special_tokens"] = spaces
+    assert "".join(run(Detokenizer(tokenizer, **options), ids)) == whole
+    prompt, output = ids[:cut], ids[cut:]
+    if text_after(tokenizer, prompt, False) == tokenizer.decode(prompt, False):
+        text = "".join(run(Detokenizer(tokenizer, prompt_tail=prompt, **options), output))
+        assert tokenizer.decode(prompt, False, spaces) + text == whole
 
 
 # ---- the same, said by example
@@ -298,6 +310,62 @@ def test_special_tokens_are_shown_if_asked_for(skip):
     assert "".join(run(Detokenizer(tokenizer, skip_special_tokens=skip), ids)) == ("ab" if skip else "a<|im_end|>b")
     stopped = Detokenizer(tokenizer, ["<|im_end|>"], skip_special_tokens=skip)
     assert "".join(run(stopped, ids)) == ("ab" if skip else "a")
+
+
+@pytest.mark.parametrize(
+    "tokenizer, ids, own, spaced, close",
+    [
+        (smollm2(), "a<|im_end|><|im_start|>b c", None, "a <|im_end|> <|im_start|> b c", None),
+        (smollm2(), "<|im_end|> b<|im_end|>\n", None, "<|im_end|> b <|im_end|> \n", None),
+        (smollm2(), "a <|im_end|>", None, "a  <|im_end|>", None),  # the first is what "a" and " " say
+        (smollm2(), "a b", None, "a b", None),
+        (sentencepiece("llama"), [1, 2, "▁the", "s", 2], "<s></s> thes</s>", "<s> </s> thes </s>", None),
+        (sentencepiece("llama"), ["s", 1, "s"], "s<s>s", "s <s> s", None),
+        (words(), [3, 5, 1, 2, 4, 3, 1], "ones [SEP] [PAD] two one [SEP]", None, "ones[SEP][PAD]two one[SEP]"),
+        (words(), [1, 5, 1], "[SEP]s [SEP]", "[SEP] s [SEP]", "[SEP]s[SEP]"),
+        (words(spaced=False), [3, 1, 4, 4], "one [SEP] two two", None, "one[SEP]two two"),
+    ],
+)
+def test_spaces_beside_special_tokens_are_as_the_tokenizer_writes_them_or_put_there_or_left_out(
+    tokenizer, ids, own, spaced, close
+):
+    own = ids if own is None else own
+    if isinstance(ids, str):
+        ids = ids_of(tokenizer, ids)
+    ids = [tokenizer._backend.token_to_id(i) if isinstance(i, str) else i for i in ids]
+    assert tokenizer._backend.decode(ids, skip_special_tokens=False) == own
+    for spaces, text in ((None, own), (True, spaced or own), (False, close or own)):
+        options = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+        assert tokenizer.decode(ids, **options) == "".join(run(Detokenizer(tokenizer, **options), ids)) == text
+    for spaces in (True, False):  # none is shown that a space could stand beside
+        hidden = Detokenizer(tokenizer, spaces_between_special_tokens=spaces)
+        assert "".join(run(hidden, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("prompt, text", [("<|im_end|>a", "b"), ("a<|im_end|>", " b"), ("a", "b"), ("", "b")])
+def test_the_prompts_last_token_decides_whether_the_text_begins_with_a_space(prompt, text):
+    tokenizer = smollm2()
+    options = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+    detokenizer = Detokenizer(tokenizer, prompt_tail=ids_of(tokenizer, prompt), **options)
+    assert "".join(run(detokenizer, ids_of(tokenizer, "b"))) == text
+
+
+def test_a_stop_string_is_found_across_a_space_beside_a_special_token():
+    tokenizer = smollm2()
+    ids = ids_of(tokenizer, "one<|im_end|>two")
+    options = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+    assert "".join(run(Detokenizer(tokenizer, ["e <|"], **options), ids)) == "on"
+    assert "".join(run(Detokenizer(tokenizer, ["> t"], True, **options), ids)) == "one <|im_end|> t"
+
+
+def test_a_character_that_a_special_token_breaks_off_is_replaced_before_the_space():
+    tokenizer = smollm2()
+    bird = ids_of(tokenizer, "🦜")
+    ids = [bird[0], tokenizer.bos_token_id, *bird[1:]]
+    options = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+    whole = tokenizer.decode(ids, **options)
+    assert "".join(run(Detokenizer(tokenizer, **options), ids)) == whole
+    assert whole.startswith("\ufffd <|im_start|> ") and not whole[14:].strip(" \ufffd")
 
 
 def test_a_token_costs_the_same_in_a_long_text_full_of_near_misses():

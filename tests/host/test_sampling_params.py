@@ -107,6 +107,8 @@ def test_the_ends_of_every_range_are_allowed(name, value):
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", 2.0),
         ("skip_special_tokens", "no"),
+        ("spaces_between_special_tokens", 1),
+        ("spaces_between_special_tokens", "yes"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_with_the_value(name, value):
