@@ -35,10 +35,7 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1, tile
     """`x` times `w`, contracting the last `inputs` axes of x with the first `inputs` axes of w."""
     rows, d_in = x.shape[: x.ndim - inputs], math.prod(w.shape[:inputs])
     x, flat = x.reshape(*rows, d_in), w.reshape(d_in, -1)
-    if tiles is None or tiles.depth is None:
-        out = x @ flat
-    else:
-        out = ordered_product(x, flat, tiles.depth)
+    out = x @ flat if tiles is None else ordered_product(x, flat, tiles.depth)
     return out.reshape(*rows, *w.shape[inputs:])
 
 

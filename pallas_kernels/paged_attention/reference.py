@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,11 +11,10 @@ ROWS = 8
 TOKENS = 96
 
 # Tokens read in a turn where bits must not depend on the page size, and what the widths of products are a multiple of
-# where they must not depend on the number of their rows, of which there must be some: a CPU's products are then single
-# running sums, each in the same order, whatever tiles they are computed in.
+# where they must not depend on the number of their rows: a CPU's products are then single running sums, each in the
+# same order, whatever tiles they are computed in.
 INVARIANT_TOKENS = 128
 INVARIANT_WIDTH = 64
-INVARIANT_ROWS = 8
 
 MASKED = -1e30  # finite: a row of only masked scores must not turn into NaN
 
@@ -43,8 +40,9 @@ def paged_attention(
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
     rows, tokens, least = ROWS, max(1, TOKENS // page_size) * page_size, 2
+    heads = group
     if invariant:
-        tokens = INVARIANT_TOKENS
+        tokens, heads = INVARIANT_TOKENS, max(group, 2)  # not one: it would be another kind of product
     elif split_size is None:  # in other shapes, or in one turn alone, sums may be made in another order
         rows, tokens, least = min(rows, num_seqs), min(tokens, block_tables.shape[1] * page_size), 1
     turns = max(least, -(-block_tables.shape[1] * page_size // tokens))
@@ -70,12 +68,16 @@ def paged_attention(
             # An unwritten slot may hold anything, NaN included, and 0 * NaN is NaN.
             v = jnp.where(seen[:, None, :, None], read_tokens(v_pages, tables, i, tokens, dtype), 0)
             if invariant:
-                few = jnp.pad(q.astype(dtype), [(0, 0), (0, 0), (0, -group % INVARIANT_ROWS), (0, 0)])
+                few = jnp.pad(q.astype(dtype), [(0, 0), (0, 0), (0, heads - group), (0, 0)])
                 scores = product("rkgd,rktd->rkgt", few, k)[:, :, :group]
             else:
                 scores = product("rktd,rkgd->rktg", k, q.astype(dtype)).transpose(0, 1, 3, 2)
             seen = seen[:, None, None]
-            values = partial(weigh, "rkgt,rktd->rkgd", v, invariant)
+
+            def values(weights):
+                weights = jnp.pad(weights, [(0, 0), (0, 0), (0, heads - group), (0, 0)])
+                return weigh("rkgt,rktd->rkgd", v, invariant, weights)[:, :, :group]
+
             return add_tokens(carry, scores * scale, seen, values, soft_cap, invariant)
 
         top, total = before_first(sinks, q.shape[:3], (num_kv_heads, group))
@@ -105,12 +107,10 @@ def product(axes, a, b):
 
 def weigh(axes, v, invariant, weights):
     """The sum of values by weights: float32, the tokens being the last axis of `weights`."""
-    group, head_dim = weights.shape[-2], v.shape[-1]
-    weights = weights.astype(v.dtype)
+    head_dim = v.shape[-1]
     if invariant:
-        weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 2) + [(0, -group % INVARIANT_ROWS), (0, 0)])
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -head_dim % INVARIANT_WIDTH)])
-    return product(axes, weights, v)[..., :group, :head_dim]
+    return product(axes, weights.astype(v.dtype), v)[..., :head_dim]
 
 
 def add_tokens(carry, scores, seen, weigh, soft_cap, invariant):

@@ -73,13 +73,13 @@ def devices(card: Card, axis: str = "x", number: int = 1) -> Mesh1D:
     )
 
 
-def compile_for(on: Mesh1D, function: Any, *arguments: Any):
+def compile_for(on: Mesh1D, function: Any, *arguments: Any, compiler_options: dict[str, Any] | None = None):
     """A jitted function compiled for devices that are not there; `arguments` are shapes made by `on.like`."""
     for path in dump().rglob("*"):
         if path.is_file():
             path.unlink()
     with jax.sharding.use_abstract_mesh(on.abstract):
-        return function.lower(*arguments).compile()
+        return function.lower(*arguments).compile(compiler_options)
 
 
 def dump() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -18,7 +19,7 @@ from jpaged.host.structured import Structured
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deterministic")]
 
 VOCAB = 320
-PROMPT_LENS = (1, 3, 17, 24, 40, 40, 33)
+PROMPT_LENS = (1, 3, 17, 140, 150, 150, 33)
 # What a request can ask for: each way through the sampler, and through what stands behind it.
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": True},
@@ -31,18 +32,30 @@ ASKED: list[dict[str, Any]] = [
 ]
 # Engines that compute in other shapes, with other pages, in other orders.
 ENGINES: dict[str, dict[str, Any]] = {
-    "small pages, four rows": {},
-    "pages that divide no block": {"page_size": 5, "num_pages": 53, "prefix_caching": False},
-    "large pages, many rows": {"page_size": 32, "max_num_seqs": 12, "max_num_batched_tokens": 64, "num_pages": 49},
-    "no step ahead, long batches": {"async_scheduling": False, "max_num_batched_tokens": 128},
+    "small pages, four rows": {"page_size": 4, "num_pages": 209},
+    "pages that divide no block": {
+        "page_size": 5,
+        "num_pages": 169,
+        "prefix_caching": False,
+        "async_scheduling": False,
+    },
+    "large pages, many rows": {"page_size": 32, "max_num_seqs": 12, "max_num_batched_tokens": 32, "num_pages": 85},
 }
-OPTIONS = {"deterministic": True, "prompt_logprobs": True}
+LENGTHS = {"max_model_len": 208, "num_pages": 209}
+OPTIONS = {"deterministic": True, "prompt_logprobs": True, **LENGTHS}
+
+
+@functools.cache
+def params() -> Params:
+    """The tiny llama, for contexts that attention reads in more than one block."""
+    llama = support.tiny("llama")
+    return Params(llama.weights, dataclasses.replace(llama.config, max_position=256), llama.tokenizer)
 
 
 def prompts() -> list[list[int]]:
     draw = random.Random(1)
     made = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
-    made[5][:30] = made[4][:30]  # a prefix to be found
+    made[5][:135] = made[4][:135]  # a prefix to be found
     return made
 
 
@@ -68,7 +81,7 @@ def bits(output: Any) -> tuple[Any, ...]:
 @functools.cache
 def alone() -> list[tuple[Any, ...]]:
     """Each request by itself, token after token, its prompt in small chunks."""
-    engine = support.build(support.tiny("llama"), **OPTIONS, max_num_seqs=3, prefix_caching=False)
+    engine = support.build(params(), **OPTIONS, max_num_seqs=3, prefix_caching=False)
     each = zip(prompts(), samplings(), strict=True)
     return [bits(support.serve(engine, [prompt], sampling)[0]) for prompt, sampling in each]
 
@@ -94,9 +107,11 @@ def served(engine: jpaged.Engine, draw: random.Random, num_others: int) -> dict[
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_request_has_the_bits_that_it_has_alone_in_any_schedule(name):
-    engine = support.build(support.tiny("llama"), **(OPTIONS | ENGINES[name]))
+    engine = support.build(params(), **(OPTIONS | ENGINES[name]))
     preempted = 0
-    few = 2 + -(-110 // engine.config.page_size)  # what the request with three samples needs, and little more
+    # What three samples of a long prompt need, and one page more.
+    page_size, (prompt, longest) = engine.config.page_size, (150, 150 + 14)
+    few = prompt // page_size + 3 * (-(-longest // page_size) - prompt // page_size) + 1
     for seed, num_pages in ((1, engine.num_pages), (2, engine.num_pages), (3, few), (4, few)):
         before = engine.stats.num_preemptions
         with support.small_pool(engine, num_pages):
@@ -108,7 +123,7 @@ def test_a_request_has_the_bits_that_it_has_alone_in_any_schedule(name):
 
 
 def test_without_it_bits_do_depend_on_the_batch():
-    engine = support.build(support.tiny("llama"), prompt_logprobs=True)
+    engine = support.build(params(), prompt_logprobs=True, **LENGTHS)
     each = zip(prompts(), samplings(), strict=True)
     apart = [bits(support.serve(engine, [prompt], sampling)[0]) for prompt, sampling in each]
     found = served(engine, random.Random(1), num_others=4)
@@ -129,15 +144,15 @@ def test_beams_and_sessions_have_the_same_bits_too():
         return [(sample.token_ids, sample.cumulative_logprob) for sample in output.outputs], scores
 
     options = OPTIONS | {"max_num_beams": 3}
-    first = told(support.build(support.tiny("llama"), **options), 0)
+    first = told(support.build(params(), **options), 0)
     others = options | {"page_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-    assert told(support.build(support.tiny("llama"), **others), 5) == first
+    assert told(support.build(params(), **others), 5) == first
 
 
 def test_what_processors_and_structured_texts_draw_has_the_same_bits_too():
-    llama = support.tiny("llama")
+    llama = params()
     tokenizer = jpaged.load(support.CHECKPOINTS.parent / "gguf" / "llama_legacy.gguf", dtype="float32").tokenizer
-    params = Params(llama.weights, llama.config, tokenizer)
+    speaking = Params(llama.weights, llama.config, tokenizer)
 
     def shifted(logits, state):
         return logits + 0.25 * (state.num_tokens % 3)[:, None]
@@ -145,7 +160,7 @@ def test_what_processors_and_structured_texts_draw_has_the_same_bits_too():
     asked = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=2, structured=Structured(regex="[a-z ]+"))
     found = []
     for options, others in (({}, 0), ({"page_size": 16, "max_num_batched_tokens": 32}, 5)):
-        engine = support.build(params, deterministic=True, logits_processor=shifted, **options)
+        engine = support.build(speaking, deterministic=True, logits_processor=shifted, **(LENGTHS | options))
         for _ in range(others):
             engine.add_request([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True, frequency_penalty=1.0))
         name = engine.add_request(prompts()[3], asked)

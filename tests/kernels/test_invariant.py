@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 150
 # How the queries of the sequence are cut, beside how many other rows, with which pages.
 WAYS = [
+    ([3] * 50, 5, 16),
     ([1] * NUM_TOKENS, 0, 16),
     ([7, 1, 1, 64, 70, 7], 2, 8),
     ([100, 50], 1, 24),
@@ -78,7 +79,7 @@ class Sequence:
     [
         ((9, 3, 64, jnp.float32), {}),
         ((1, 1, 80, jnp.float32), {"sliding_window": 37, "soft_cap": 2.0}),
-        ((4, 4, 24, jnp.bfloat16), {}),
+        ((4, 2, 24, jnp.bfloat16), {}),
     ],
     ids=str,
 )
