@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from jpaged.device.kv_pages import KVPages
@@ -152,4 +153,15 @@ def copy(kv_pages: KVPages, page_copies: Int32[Array, "num_copies 2"], kernels: 
 
 
 jitted_copy = jax.jit(copy, static_argnums=2, donate_argnums=0)
-jitted_step = jax.jit(step, static_argnums=(0, 4, 5), donate_argnums=2)
+
+
+@cache
+def jitted_step_on(sampled: Sharding | None):
+    """`step`, compiled; what is drawn lies as `sampled` says (None: as it comes), which is what `sample_adjusted` is
+    compiled for."""
+    if sampled is None:
+        return jax.jit(step, static_argnums=(0, 4, 5), donate_argnums=2)
+    return jax.jit(step, static_argnums=(0, 4, 5), donate_argnums=2, out_shardings=(None, sampled))
+
+
+jitted_step = jitted_step_on(None)

@@ -47,6 +47,11 @@ class Blueprint:
         model = params.config
         leaf = jax.tree.leaves(params.weights)[0]
         device = next(iter(leaf.devices()))
+        if config.deterministic and device.platform not in TILES:
+            raise ValueError(
+                f"deterministic=True serves {', '.join(TILES)}, and the weights lie on a {device.platform}: put them "
+                "there with jax.device_put, or leave it out"
+            )
         kv_dtype = np.dtype(config.dtype or leaf.dtype)
         # A tokenizer may know of end-of-turn tokens that the config does not name.
         eos_token_ids = frozenset(model.eos_token_ids) | getattr(params.tokenizer, "eos_token_ids", frozenset())

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jpaged.device.adjusted_sampler import Processor, Told, jitted_sample_adjusted
 from jpaged.device.kv_pages import jitted_put, kv_pages_like, kv_shape, take_pages
 from jpaged.device.sampler import Sampled, Scores
-from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step
+from jpaged.device.step import BEST, Kernels, check_kernels, jitted_copy, jitted_step_on
 from jpaged.device.tiles import COMPILER_OPTIONS
 from jpaged.host.adjustments import Adjustments, none_of
 from jpaged.host.batch import Batch, Buckets, SamplingBatch, pack_copies
@@ -375,7 +375,8 @@ class CompiledSteps:
             inputs = self._inputs_like(shape)
             if len(shape) == 3:
                 options = self._kernels, self._num_candidates
-                return jitted_step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
+                step = jitted_step_on(self._replicated)
+                return step.lower(self._config, self._weights, self._kv_pages, *inputs, *options)
             if shape[0] == "adjust":
                 chosen = {"processor": self._logits_processor, "tile_rows": self._kernels.sampler_rows}
                 return jitted_sample_adjusted.lower(*inputs, **self._kernels.others, **chosen)

@@ -220,6 +220,24 @@ def test_draws_follow_the_distribution_that_the_adjustments_leave():
         assert_drawn_from(ids, oracle.probabilities(oracle.adjusted(logits, **row), **row), str(row))
 
 
+def test_rows_that_ask_for_nothing_keep_what_the_step_has_drawn():
+    rows = rows_of(np.random.default_rng(3), 301, alone(301)[:4])
+    logits = np.random.default_rng(4).standard_normal((4, 301)).astype(np.float32)
+    sampling, positions, adjustments = packed(rows, 301)
+    asks = np.array([True, False, True, False])
+    step = sampler.Sampled(np.full(4, 300, np.int32), np.full(4, -1.5, np.float32))
+    drawn, told = adjusted_sample(
+        sample(logits, sampling, positions).scores, sampling, positions, adjustments._replace(asks=asks), step
+    )
+    all_ask, told_all = adjusted_sample(
+        sample(logits, sampling, positions).scores, sampling, positions, adjustments, step
+    )
+    np.testing.assert_array_equal(drawn.token_ids, np.where(asks, all_ask.token_ids, 300))
+    np.testing.assert_array_equal(drawn.logprobs, np.where(asks, all_ask.logprobs, -1.5))
+    np.testing.assert_array_equal(told.all_logprobs, told_all.all_logprobs)
+    assert not np.any(all_ask.token_ids[asks] == 300)
+
+
 def test_a_neutral_row_draws_the_same_as_from_unadjusted_logits():
     vocab = 301
     rng = np.random.default_rng(6)

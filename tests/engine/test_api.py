@@ -332,7 +332,7 @@ def test_on_a_terminal_long_work_shows_a_bar_and_short_work_none(patience, shown
 SHARDED = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import engine_support as support, jax, jpaged
+import dataclasses, engine_support as support, jax, jpaged
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
@@ -342,15 +342,19 @@ def split(w):
     last = "x" if w.shape[-1] % 4 == 0 else None
     return jax.device_put(w, NamedSharding(mesh, PartitionSpec(*[None] * (w.ndim - 1), last)))
 
-def served(move):
+def served(move, **others):
     params = jax.tree.map(move, support.tiny("llama"))
-    options = support.LIMITS | {"max_num_seqs": 2, "max_num_batched_tokens": 64, "warm_up": False}
-    outputs = jpaged.generate(params, list(stored["input_ids"]), support.GREEDY, **options)
+    options = support.LIMITS | {"max_num_seqs": 2, "max_num_batched_tokens": 64, "warm_up": False} | others
+    asked = [support.GREEDY, dataclasses.replace(support.GREEDY, logprobs=2)]
+    outputs = jpaged.generate(params, list(stored["input_ids"]), asked, **options)
     assert support.tokens(outputs) == stored["greedy"].tolist()
+    return outputs[1].outputs[0].top_logprobs
 
 served(lambda w: jax.device_put(w, jax.devices()[2]))
 served(lambda w: jax.device_put(w, NamedSharding(mesh, PartitionSpec())))
 served(split)
+exact = served(split, deterministic=True)
+assert served(split, deterministic=True, max_num_batched_tokens=16, page_size=8) == exact
 print("all as stored")
 """
 
