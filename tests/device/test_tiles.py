@@ -43,7 +43,11 @@ def test_an_ordered_product_is_a_product(terms, columns):
     np.testing.assert_allclose(out, x.astype(np.float64) @ w.astype(np.float64), atol=1e-4)
 
 
-PRODUCTS = [(terms, columns, jnp.float32) for terms, columns in ((576, 1536), (1536, 192), (48, LEAST_COLUMNS))]
+PRODUCTS = [
+    pytest.param(576, 1536, jnp.float32, marks=pytest.mark.slow),
+    pytest.param(1536, 192, jnp.float32, marks=pytest.mark.slow),
+    (48, LEAST_COLUMNS, jnp.float32),
+]
 
 
 @pytest.mark.parametrize(("terms", "columns", "dtype"), [*PRODUCTS, (300, 24, jnp.bfloat16), (300, 72, jnp.float16)])
