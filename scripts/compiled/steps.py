@@ -74,7 +74,13 @@ STEPS = [
     StepCase(
         "Llama-3.1-70B, 4 layers on 8 devices, decode of 64 rows", replace(LLAMA_70B, num_layers=4), 64, devices=8
     ),
-    StepCase("0.5B, 2,048 tokens of 64 rows, deterministic", SMALL, 64, tokens=2048, deterministic=True),
+    StepCase(
+        "0.5B, 4 layers, 2,048 tokens of 64 rows, deterministic",
+        replace(SMALL, num_layers=4),
+        64,
+        tokens=2048,
+        deterministic=True,
+    ),
 ]
 
 
