@@ -88,7 +88,6 @@ class StepFacts(NamedTuple):
     """Bytes are per device."""
 
     temporary: int  # beside arguments and results
-    logits: int  # float32 scores over the vocabulary
     aliased: int  # of the pool, written where it lies
     pool: int
     weights: int  # without the embedding, of which a few rows are read
@@ -143,7 +142,6 @@ def find_facts(compiled: Any, weights: Any, pool: Any, logits: int) -> StepFacts
     num_weights = len(jax.tree.leaves(weights))
     return StepFacts(
         temporary=memory.temp_size_in_bytes,
-        logits=logits,
         aliased=memory.alias_size_in_bytes,
         pool=sum(sizes[num_weights:]),
         weights=sum(sizes[:num_weights]) - (sizes[0] if "embed" in weights else 0),  # the first in order
