@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jpaged.device.sampler import largest_of
 from jpaged.device.sharding import replicated
+from jpaged.device.tiles import Tiles
 from jpaged.models.decoder import logits
 
 CHUNK = 64  # tokens: with a vocabulary of 128 k, their scores take 32 MiB
@@ -21,18 +22,17 @@ def prompt_logprobs(
     hidden: Float[Array, "num_tokens d_model"],
     targets: Int32[Array, " num_tokens"],
     num_tops: int = 1,
-    whole_chunks: bool = False,
+    tiles: Tiles | None = None,
 ) -> tuple[
     Float[Array, " num_tokens"], tuple[Int32[Array, "num_tokens num_tops"], Float[Array, "num_tokens num_tops"]]
 ]:
     """The log-probability of each target after the token with this hidden state, under the model's own logits (no
     temperature, no filters), and 0 where the target is -1; the `num_tops` likeliest ids in its place, best first, with
-    theirs. Chunks without a target cost next to nothing. `whole_chunks`: no chunk is smaller than
-    others, so that none is computed in another way.
+    theirs. Chunks without a target cost next to nothing. With `tiles`, none is smaller than others.
     """
     num_tops = min(num_tops, jax.eval_shape(logits, weights, hidden).shape[1])
     num_tokens = len(targets)
-    size = CHUNK if whole_chunks else min(CHUNK, num_tokens)
+    size = min(CHUNK, num_tokens) if tiles is None else CHUNK
     padding = -num_tokens % size
     hidden = jnp.pad(hidden, [(0, padding), (0, 0)])
     targets = jnp.pad(targets, (0, padding), constant_values=-1)
@@ -41,7 +41,7 @@ def prompt_logprobs(
         hidden, targets = chunk
 
         def compute():
-            scores = replicated(logits(weights, hidden))
+            scores = replicated(logits(weights, hidden, tiles))
             chosen = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
             normalizer = jax.nn.logsumexp(scores, axis=-1)
             ids, tops = largest_of(scores, num_tops)

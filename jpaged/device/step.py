@@ -133,8 +133,7 @@ def step(
         # context_lens counts the tokens so far: it is the position of the token to be drawn.
         sampled = in_tiles(draw, kernels.sampler_rows)(scores, batch.sampling, batch.context_lens)
     if batch.targets is not None:
-        fixed = kernels.tiles is not None
-        scored, tops = prompt_logprobs(weights, hidden, batch.targets, MAX_PROMPT_TOPS, whole_chunks=fixed)
+        scored, tops = prompt_logprobs(weights, hidden, batch.targets, MAX_PROMPT_TOPS, kernels.tiles)
         sampled = sampled._replace(prompt_logprobs=scored, prompt_tops=tops)
     return kv_pages, sampled
 
