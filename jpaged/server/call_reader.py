@@ -263,7 +263,7 @@ class CallReader:
         yield from self._hold()
         yield from self._skip_space()
         if not self._unit:
-            pass
+            self._held.clear()  # the text is cut off, and no call was begun
         return True
 
     def _bare_arguments(self, name: str) -> Reading[bool]:

@@ -64,7 +64,7 @@ class EndOfTurn:
     """
 
     def __init__(self, tokens: Iterable[str]):
-        self._tokens = [token for token in tokens if token]
+        self._tokens = list(tokens)
         self._held = ""
 
     def append(self, text: str) -> str:
