@@ -74,7 +74,7 @@ class _Tools:
                 param="tools",
             )
         elif self._tokenizer is not None:
-            special = [self._tokenizer.decode([i], skip_special_tokens=False) for i in self._tokenizer.special_ids]
+            special = {self._shown(token_id) for token_id in self._tokenizer.special_ids}
             self.shows_special_tokens = needs_special_tokens(self._format, special)
 
     def reader(self, ending_ids: frozenset[int]) -> _Reader | None:
@@ -87,8 +87,12 @@ class _Tools:
         assert self._format is not None
         ending = None
         if self.shows_special_tokens and self._tokenizer is not None:
-            ending = EndOfTurn(self._tokenizer.decode([i], skip_special_tokens=False) for i in ending_ids)
+            ending = EndOfTurn(map(self._shown, ending_ids))
         return _Reader(ToolCallParser(self._format), ending, self._parallel)
+
+    def _shown(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return (self._tokenizer.piece(token_id, skip_special_tokens=False) or b"").decode(errors="replace")
 
 
 class _Reader:
@@ -97,12 +101,13 @@ class _Reader:
     def __init__(self, parser: ToolCallParser | ForcedCalls, ending: EndOfTurn | None, parallel: bool):
         self._parser, self._ending, self._parallel = parser, ending, parallel
 
-    def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
+    def pieces(self, part: Part) -> list[Piece]:
+        text, ends = part.text, part.finish_reason is not None
         if self._ending is not None:
             text = self._ending.append(text)
-            if finish_reason is not None:
-                text += self._ending.finish(finish_reason == "stop")
-        found = [*self._parser.append(text), *(self._parser.finish() if finish_reason is not None else ())]
+            if ends:
+                text += self._ending.finish(part.finish_reason == "stop" and not isinstance(part.stop_reason, str))
+        found = [*self._parser.append(text), *(self._parser.finish() if ends else ())]
         # Without parallel_tool_calls the first one counts.
         return [piece for piece in found if self._parallel or isinstance(piece, Content) or piece.index == 0]
 
@@ -202,11 +207,14 @@ class _Answer:
 
     def _pieces(self, part: Part) -> list[Piece]:
         if part.index not in self.readers:
-            self.readers[part.index] = self.tools.reader(self.service.thread.engine.limits.eos_token_ids)
+            self.readers[part.index] = self.tools.reader(self._ending_ids())
         reader = self.readers[part.index]
         if reader is None:
             return [Content(part.text)] if part.text else []
-        return reader.pieces(part.text, part.finish_reason)
+        return reader.pieces(part)
+
+    def _ending_ids(self) -> frozenset[int]:
+        return self.service.thread.engine.limits.eos_token_ids | frozenset(self.sampling.stop_token_ids or ())
 
     def _choice(
         self, part: Part, key: str, value: dict[str, Any], logprobs: dict[str, Any] | None, is_first: bool
