@@ -143,4 +143,5 @@ class Events(Response):
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    """Compact JSON in UTF-8."""
+    return pydantic_core.to_json(value)
