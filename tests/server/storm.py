@@ -75,7 +75,7 @@ def _request(rng: random.Random) -> bytes:
     if kind < 0.8:
         body = sampled | {"messages": [{"role": "user", "content": "Hi " * rng.randint(1, 20)}]}
         if rng.random() < 0.2:
-            body |= {"response_format": {"type": "json_object"}}
+            body |= {"response_format": {"type": "json_object"}, "ignore_eos": False}
         if rng.random() < 0.2:
             body |= {"stop": ["e", "the"], "logprobs": True, "top_logprobs": 2}
         return _http("/v1/chat/completions", body)
@@ -121,7 +121,7 @@ def weather(live: Live, num_clients: int, seconds: float) -> collections.Counter
     found = threading.active_count(), _num_descriptors()
     # The pool of threads that long texts are worked on in grows to its size once, and stays.
     assert found[0] <= counts[0] + 8 and found[1] <= counts[1] + 4, (counts, found)
-    bad = {"no connection", "hung", "cut off", "broken stream", "broken answer", "500", "rubbish 500", "rubbish 200"}
+    bad = {"no connection", "hung", "cut off", "broken stream", "broken answer", "400", "500", "rubbish 500", "rubbish 200"}
     assert not bad & outcomes.keys(), outcomes
     return outcomes
 
@@ -131,7 +131,7 @@ def _num_descriptors() -> int:
 
 
 if __name__ == "__main__":
-    engine = build(random_params(), max_num_seqs=16, num_pages=600, max_num_batched_tokens=256)
+    engine = build(random_params(), max_num_seqs=16, num_pages=600, max_num_batched_tokens=128, warm_up=True)
     with Live(engine, max_waiting=200) as live:
         began = time.monotonic()
         print(weather(live, int(sys.argv[1]), float(sys.argv[2])))
