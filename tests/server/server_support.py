@@ -94,14 +94,14 @@ class Live:
         self.config = ServerConfig(**({"model": "tiny", "port": 0, "log_level": "error"} | options))
         self.service = Service(self.config, lambda: engine)
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._listener = listening(self.config)
-        self._socket = self._listener.__enter__()
-        self.port = self._socket.getsockname()[1]
+        self._listening = listening(self.config)
+        self.listener = self._listening.__enter__()
+        self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = HttpServer(self.service)
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve(sockets=[self._socket]))
+        asyncio.run(self.server.serve(sockets=[self.listener]))
 
     def __enter__(self) -> Live:
         self._thread.start()
@@ -112,7 +112,7 @@ class Live:
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not end"
-        self._listener.__exit__(None, None, None)
+        self._listening.__exit__(None, None, None)
 
     @functools.cached_property
     def client(self) -> openai.OpenAI:

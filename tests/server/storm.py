@@ -121,7 +121,17 @@ def weather(live: Live, num_clients: int, seconds: float) -> collections.Counter
     found = threading.active_count(), _num_descriptors()
     # The pool of threads that long texts are worked on in grows to its size once, and stays.
     assert found[0] <= counts[0] + 8 and found[1] <= counts[1] + 4, (counts, found)
-    bad = {"no connection", "hung", "cut off", "broken stream", "broken answer", "400", "500", "rubbish 500", "rubbish 200"}
+    bad = {
+        "no connection",
+        "hung",
+        "cut off",
+        "broken stream",
+        "broken answer",
+        "400",
+        "500",
+        "rubbish 500",
+        "rubbish 200",
+    }
     assert not bad & outcomes.keys(), outcomes
     return outcomes
 

@@ -209,3 +209,13 @@ def test_what_was_called_and_found_goes_into_the_prompt(live):
     assert '"arguments": {"place": "Oslo"}' in text and "cold" in text
     call["function"]["arguments"] = "{broken"
     assert "arguments" in live.refused(PATH, body)["message"]
+
+
+def test_seeds_repeat_and_differ(live):
+    def text(**more: Any) -> str:
+        asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True} | more
+        return live.post(PATH, GREEDY | asked)["choices"][0]["message"]["content"]
+
+    seeded = [text(seed=seed) for seed in range(5)]
+    assert len(set(seeded)) == 5 and seeded == [text(seed=seed) for seed in range(5)]
+    assert len({text() for _ in range(3)}) == 3

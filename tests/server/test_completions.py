@@ -240,3 +240,50 @@ def test_the_longest_prompt_has_one_token_to_follow(live):
             assert error["code"] == "context_length_exceeded" and str(most) in error["message"]
     cut = live.post(PATH, GREEDY | {"prompt": [5] * 1000, "truncate_prompt_tokens": 20, "max_tokens": 2})
     assert cut["usage"]["prompt_tokens"] == 20
+
+
+def test_equal_requests_have_equal_answers_whatever_runs_beside_them(live):
+    import threading
+
+    body = GREEDY | {"prompt": "Once upon a time", "max_tokens": 16, "logprobs": 1, "ignore_eos": True}
+    alone = live.post(PATH, body)["choices"][0]
+    answers: list[dict] = []
+    others = [
+        {"prompt": "x" * size, "max_tokens": 40, "repetition_penalty": 2.0, "logprobs": 3} for size in (1, 50, 90)
+    ]
+    threads = [threading.Thread(target=live.post, args=(PATH, other)) for other in others * 2]
+    threads += [threading.Thread(target=lambda: answers.append(live.post(PATH, body)["choices"][0])) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 5
+    for answer in answers:
+        assert answer["text"] == alone["text"]
+        values = (choice["logprobs"]["token_logprobs"] for choice in (answer, alone))
+        np.testing.assert_allclose(*values, atol=1e-4)
+
+
+def test_a_tiny_temperature_is_greedy(live):
+    body = {"prompt": "Once", "max_tokens": 12, "ignore_eos": True}
+    assert (
+        live.post(PATH, body | {"temperature": 1e-4})["choices"][0]
+        == live.post(PATH, body | {"temperature": 0})["choices"][0]
+    )
+
+
+def test_what_the_model_was_published_with_counts_where_a_request_says_nothing():
+    import dataclasses
+
+    from server_support import Live, build, random_params
+
+    params = random_params()
+    config = dataclasses.replace(params.config, sampling_defaults=(("temperature", 0.0), ("top_k", 3)))
+    params = type(params)(params.weights, config, params.tokenizer)
+    body = {"prompt": "Once", "max_tokens": 12, "ignore_eos": True}
+    with Live(build(params)) as live:
+        texts = {live.post(PATH, body)["choices"][0]["text"] for _ in range(3)}
+        drawn = {live.post(PATH, body | {"temperature": 1.0, "top_k": 0})["choices"][0]["text"] for _ in range(3)}
+        assert len(texts) == 1 and len(drawn) == 3
+    with Live(build(params), model_defaults=False) as live:
+        assert len({live.post(PATH, body)["choices"][0]["text"] for _ in range(3)}) == 3

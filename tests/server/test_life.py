@@ -89,6 +89,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow):
 def test_a_client_that_does_not_read_holds_nobody_up(limited, monkeypatch):
     monkeypatch.setattr("jpaged.server.app.GRACE", 0.5)
     with Live(build(random_params()), request_timeout=0.5 if limited else 60) as live:
+        live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", live.port))
