@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "jpaged.engine": {"jpaged.checkpoint", "jpaged.device", "jpaged.models", "jpaged.host", "pallas_kernels"},
     "jpaged.small_model": {"jpaged.host"},
     "jpaged.simulation": {"jpaged.host"},
+    "jpaged.run_batch": set(),
     "jpaged.bench": {"jpaged.engine", "jpaged.host"},
     "jpaged.bench_serve": {"jpaged.bench", "jpaged.host"},
     "jpaged.cli": {
@@ -31,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         "jpaged.bench_serve",
         "jpaged.device",
         "jpaged.host",
+        "jpaged.run_batch",
         "jpaged.simulation",
         "jpaged.small_model",
         "pallas_kernels",
@@ -45,6 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jpaged.host.chat": {"jinja2", *sys.stdlib_module_names},
     "jpaged.host.grammar": {"llguidance", "numpy", *sys.stdlib_module_names},
     "jpaged.simulation": {"numpy", *sys.stdlib_module_names},
+    "jpaged.run_batch": {"numpy", *sys.stdlib_module_names},
     "jpaged.bench_serve": {"numpy", *sys.stdlib_module_names},
     "jpaged.bench_serve.client": {"aiohttp", *sys.stdlib_module_names},
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "numpy", *sys.stdlib_module_names},
@@ -123,7 +126,13 @@ def test_no_import_crosses_the_layers_against_the_arrows():
 
 def test_the_arrows_never_turn_back():
     # models, device and checkpoint are one layer in three folders: they may know each other.
-    rank = {"pallas_kernels": 0, "jpaged.host": 0, "jpaged.small_model": 1, "jpaged.simulation": 1}
+    rank = {
+        "pallas_kernels": 0,
+        "jpaged.host": 0,
+        "jpaged.run_batch": 0,
+        "jpaged.small_model": 1,
+        "jpaged.simulation": 1,
+    }
     rank |= {"jpaged.device": 1, "jpaged.models": 1, "jpaged.checkpoint": 1, "jpaged.engine": 2}
     rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.bench_serve": 5, "jpaged.cli": 6}
     assert rank.keys() == ALLOWED.keys()
@@ -146,6 +155,7 @@ def test_the_arrows_never_turn_back():
         ("jpaged.device.step", "from jpaged.engine.engine import Engine"),
         ("jpaged.engine.engine", "from jpaged import load"),
         ("jpaged.simulation.paged", "import jax"),
+        ("jpaged.run_batch.asgi", "import starlette"),
         ("jpaged.bench_serve.load", "import aiohttp"),
         ("jpaged.bench_serve.client", "from jpaged.engine.engine import Engine"),
         ("jpaged.simulation.paged", "from jpaged.engine.engine import Engine"),
