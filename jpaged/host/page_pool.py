@@ -48,6 +48,11 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - 1 - self.num_free
 
+    @property
+    def num_cached(self) -> int:
+        """Free pages whose contents can be found again."""
+        return len(self._idle)
+
     def pages_for(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens of one request take."""
         return -(-num_tokens // self.page_size)
