@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
 
 from jpaged.cli.options import spinner
+from jpaged.cli.serve import config_from, server_options
+
+if TYPE_CHECKING:
+    from jpaged.server.config import ServerConfig
 
 GO_ON = "the same command goes on from here"
 TELL_SECONDS = 10.0  # between two lines of progress where standard error is no terminal
+
+
+# Fields of `ServerConfig` that are about clients and their connections, of which there are none here.
+OF_CLIENTS = """host port api_keys api_key_file cors_origins root_path ssl_certfile ssl_keyfile pages max_waiting
+request_timeout body_timeout shutdown_timeout log_level log_format log_prompts""".split()
+NO_TIMEOUT = 10.0**9  # seconds
+FILL = 2  # requests under way for each that the engine runs at once: the next ones are there when one has ended
+
+
+@click.command("run-batch", short_help="Answer a file of requests.")
+@click.argument("input_file", metavar="INPUT", type=click.Path(exists=True, dir_okay=False))
+@click.argument("output_file", metavar="OUTPUT", type=click.Path(dir_okay=False))
+@click.option("--config", "config", type=click.Path(dir_okay=False), help="The YAML file of a server.")
+@click.option("--in-flight", type=click.IntRange(min=1), help="Requests under way [default: 2 x max_num_seqs].")
+@lambda command: server_options(command, OF_CLIENTS)
+def command(input_file: str, output_file: str, config: str | None, in_flight: int | None, **options: Any) -> None:
+    """Answer all requests of a batch file, with the model in this process.
+
+    Each line of INPUT is a request as OpenAI's batches have it, {"custom_id": "1", "method": "POST", "url":
+    "/v1/chat/completions" or "/v1/completions", "body": {...}}, and has a line in OUTPUT when it is answered,
+    {"id": ..., "custom_id": "1", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null},
+    in the order in which they end. A line that is no such request has an error in the place of a response.
+
+    Stopped or killed, the same command goes on: what is in OUTPUT is not asked again. An OUTPUT of other requests is
+    refused.
+
+    The exit status is 0 if each line has a response, whatever it says; 1 if some are no requests, or if the engine
+    crashed.
+    """
+    found = config_from(config, options)
+    serving = ModelServing(found)
+    status = run_batch(input_file, output_file, in_flight, serving)
+    if serving.is_alive:  # it compiles, and Python would crash while it does
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
 
 
 class Served(NamedTuple):
@@ -50,7 +93,7 @@ def run_batch(input_file: str | Path, output_file: str | Path, in_flight: int | 
             tally = output.resume(index)
         before, tokens_before = index.num_done, tally.num_output_tokens
         if before:
-            _say(f"{before} of {index.num_lines} requests are answered already")
+            _say(f"{before} of {index.num_lines} lines are done already")
         left = index.num_lines - before
         has_ended, number = True, 0
         if left:
@@ -130,3 +173,46 @@ def summary(tally: Any, num_lines: int, seconds: float, num_new_tokens: int) -> 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+class ModelServing:
+    """The server's own app, with its model, in this process: called, the context in which it is ready."""
+
+    def __init__(self, config: ServerConfig, build: Any = None):
+        level = {"debug": "debug", "error": "error"}.get(config.log_level, "warning")  # no line for each request
+        changed = {"request_timeout": NO_TIMEOUT, "shutdown_timeout": 0.0, "log_level": level}
+        self._config = config.model_copy(update=changed)
+        self._keys = self._config.all_api_keys()
+        self._build = build  # as that of `Service`
+        self.service: Any = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread goes on, after the context has ended."""
+        return self.service is not None and self.service.thread.is_alive
+
+    @contextlib.asynccontextmanager
+    async def __call__(self, stop: asyncio.Event) -> AsyncIterator[Served | None]:
+        from jpaged.run_batch.asgi import lifespan
+        from jpaged.server.app import make_app
+        from jpaged.server.engine_thread import EngineGone
+        from jpaged.server.logs import set_up
+        from jpaged.server.service import Service
+
+        set_up(self._config.log_level, self._config.log_format)
+        service = self.service = Service(self._config, self._build)
+        app = make_app(service)
+        async with lifespan(app):
+            stopping = asyncio.ensure_future(stop.wait())
+            with spinner(f"Loading and compiling {self._config.model}"):
+                await asyncio.wait([service.starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not service.starting.done():
+                yield None
+                return
+            try:
+                await service.starting
+            except EngineGone:
+                raise service.thread.error or RuntimeError("the engine could not be made") from None
+            headers = {"authorization": f"Bearer {self._keys[0]}"} if self._keys else {}
+            yield Served(app, headers, FILL * service.thread.engine.limits.max_num_seqs)

@@ -40,8 +40,9 @@ def plain_answer(body: dict) -> list[Any]:
 
 
 class FakeServer:
-    """`script(body)` returns what to answer: a `Response`, or a list of pauses (floats, in seconds), chunks (dicts or
-    strings), bytes as they are, and BREAK. `seen` are the bodies that came; the first is a client's probe."""
+    """`script(body)` returns what to answer: a `Response`, or a list of pauses (floats, in seconds), conditions to wait
+    for (functions), chunks (dicts or strings), bytes as they are, and BREAK. `seen` are the bodies that came; the first
+    is a client's probe."""
 
     def __init__(self) -> None:
         self.script: Callable[[dict], Any] = plain_answer
@@ -87,6 +88,10 @@ class FakeServer:
             for step in script:
                 if isinstance(step, float):
                     await asyncio.sleep(step)
+                elif callable(step):
+                    async with asyncio.timeout(20):
+                        while not step():
+                            await asyncio.sleep(0.005)
                 elif isinstance(step, bytes):
                     yield step
                 elif step is BREAK:

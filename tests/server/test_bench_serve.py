@@ -287,7 +287,8 @@ def test_delays_of_the_server_are_in_the_figures(bench, server):
 
 
 def test_an_open_loop_sends_whatever_has_come_back(bench, server):
-    server.script = lambda body: [0.5, *plain_answer(body)]
+    all_there = lambda: server.most_running == 6  # noqa: E731
+    server.script = lambda body: plain_answer(body) if body["max_tokens"] == 1 else [all_there, *plain_answer(body)]
     figures = bench(*few(6), "--rate", 40, "--arrivals", "fixed").figures
     assert figures["concurrency_max"] == server.most_running == 6
     assert [one["due"] for one in figures["requests"]] == [index / 40 for index in range(6)]
@@ -306,18 +307,24 @@ def test_failures_are_counted_by_kind_and_the_rest_is_measured(bench, server):
     fates = {
         0: lambda body: JSONResponse({"error": {"message": "overloaded"}}, 503),
         1: lambda body: [chunk("a", 1), BREAK],
-        2: lambda body: [chunk("a", 1), 2.0],
+        2: lambda body: [chunk("a", 1), 60.0],
         3: lambda body: [{"error": {"message": "out of pages"}}],
         4: lambda body: [chunk("a", 1)],
     }
     count = iter(range(-1, 99))
     server.script = lambda body: fates.get(next(count), plain_answer)(body)
-    result = bench(*few(7), "--timeout", 1, "--concurrency", 1)
+    result = bench(*few(7), "--timeout", 2, "--concurrency", 1)
     assert result.figures["errors"] == {"broken stream": 2, "status 503": 1, "timeout": 1, "error in the stream": 1}
     assert result.figures["num_output_tokens"] == 4
     assert result.figures["error_details"]["status 503"] == "overloaded"
     assert "5 of 7 requests failed" in result.stderr
     assert [one["error"] for one in result.figures["requests"]][:2] == ["status 503", "broken stream"]
+
+
+def test_a_last_chunk_without_its_empty_line_counts(bench, server):
+    end = b"data: " + json.dumps(chunk("b", 2, "stop")).encode()
+    server.script = lambda body: [chunk("a", 1), end]
+    assert bench(*few(2)).figures["num_output_tokens"] == 4
 
 
 def test_stream_options_that_a_server_refuses_are_left_out(bench, server):

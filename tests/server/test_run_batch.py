@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from jpaged.cli.run_batch import Served, run_batch
+from jpaged.cli.run_batch import ModelServing, Served, run_batch
 from jpaged.run_batch import batch_input
 from jpaged.run_batch.asgi import lifespan, post
 from jpaged.run_batch.batch_input import BatchIndex, raw_lines
@@ -240,7 +241,7 @@ def test_a_run_that_is_whole_is_not_served_again(files, capsys):
 
     assert run_batch(files.input, files.output, None, never) == 0
     assert files.output.read_bytes() == before
-    assert "2 of 2 requests are answered already" in capsys.readouterr().err
+    assert "2 of 2 lines are done already" in capsys.readouterr().err
 
 
 def test_an_output_that_is_cut_anywhere_is_made_whole_again(files):
@@ -439,7 +440,7 @@ def test_a_run_that_is_killed_again_and_again_answers_each_request_once(files, t
             told = process.stderr.read().decode()
             assert process.wait(60) == (-signal.SIGKILL if part < 3 else 0), told
         if part and part < 3:
-            assert "are answered already" in told
+            assert "lines are done already" in told
         raw = files.output.read_bytes()
         assert raw.split(b"\n")[: len(kept)] == kept, "what was there stays"
         if torn and part < 3:
@@ -451,6 +452,65 @@ def test_a_run_that_is_killed_again_and_again_answers_each_request_once(files, t
     assert all(line["response"]["body"]["text"] == f"say {name}" for name, line in found.items())
     asked = collections.Counter(log.read_text().splitlines())
     assert sum(asked.values()) - count <= 3 * (8 + 1), "only what was under way is asked again"
+
+
+# With the server's own app.
+
+
+def test_a_model_answers_completions_and_chats_as_the_server_does(files, monkeypatch):
+    import server_support as support
+
+    from jpaged.server.config import ServerConfig
+
+    engine = support.build(support.random_params())
+    monkeypatch.setenv("JPAGED_API_KEY", "secret")
+    serving = ModelServing(ServerConfig(model="tiny", request_timeout=0.001), lambda: engine)
+    asks = [ask(f"r{n}", prompt=[5, 6, 7 + n], max_tokens=3 + n % 4, ignore_eos=True) for n in range(11)]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    asks.append(ask("chat", url="/v1/chat/completions") | {"body": chat})
+    asks.append(ask("many", prompt=[5, 6, 7], n=4, max_tokens=2, seed=1))
+    asks.append(ask("long", prompt=[1] * 1000))
+    asks.append(ask("other", model="another"))
+    files.write(*asks)
+    assert run_batch(files.input, files.output, None, serving) == 0
+    assert not serving.is_alive and not engine.has_unfinished_requests()
+    found = {name: line["response"] for name, line in by_id(files.read()).items()}
+    failed = {name: reply["body"]["error"]["code"] for name, reply in found.items() if reply["status_code"] != 200}
+    assert failed == {"long": "context_length_exceeded", "other": "model_not_found"}
+    for number in range(11):
+        assert found[f"r{number}"]["body"]["usage"]["completion_tokens"] == 3 + number % 4
+    assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert len(found["many"]["body"]["choices"]) == 4
+
+
+def test_a_model_that_cannot_be_loaded_is_told(files):
+    from jpaged.server.config import ServerConfig
+
+    def build():
+        raise ValueError("there is no such model")
+
+    files.write(ask("a"))
+    with pytest.raises(ValueError, match="there is no such model"):
+        run_batch(files.input, files.output, None, ModelServing(ServerConfig(), build))
+    assert files.output.read_bytes() == b""
+
+
+def test_a_signal_ends_a_run_whose_model_is_still_being_loaded(files, capsys):
+    from jpaged.server.config import ServerConfig
+
+    loaded = threading.Event()
+
+    def build():
+        os.kill(os.getpid(), signal.SIGINT)
+        loaded.wait(30)
+        raise ValueError("too late")
+
+    files.write(ask("a"))
+    serving = ModelServing(ServerConfig(), build)
+    assert run_batch(files.input, files.output, None, serving) == 130
+    assert serving.is_alive, "so that the command knows how to end"
+    loaded.set()
+    assert "0 of 1 requests are answered" in capsys.readouterr().err
 
 
 # The way into the app.
