@@ -23,13 +23,17 @@ ALLOWED: dict[str, set[str]] = {
     "jpaged.engine": {"jpaged.checkpoint", "jpaged.device", "jpaged.models", "jpaged.host", "pallas_kernels"},
     "jpaged.small_model": {"jpaged.host"},
     "jpaged.simulation": {"jpaged.host"},
+    "jpaged.run_batch": set(),
     "jpaged.bench": {"jpaged.engine", "jpaged.host"},
+    "jpaged.bench_serve": {"jpaged.bench", "jpaged.host"},
     "jpaged.server": {"jpaged", "jpaged.checkpoint", "jpaged.engine", "jpaged.host", "jpaged.small_model"},
     "jpaged.cli": {
         "jpaged",
         "jpaged.bench",
+        "jpaged.bench_serve",
         "jpaged.device",
         "jpaged.host",
+        "jpaged.run_batch",
         "jpaged.server",
         "jpaged.simulation",
         "jpaged.small_model",
@@ -45,6 +49,9 @@ OUTSIDE: dict[str, set[str]] = {
     "jpaged.host.chat": {"jinja2", *sys.stdlib_module_names},
     "jpaged.host.grammar": {"llguidance", "numpy", *sys.stdlib_module_names},
     "jpaged.simulation": {"numpy", *sys.stdlib_module_names},
+    "jpaged.run_batch": {"numpy", *sys.stdlib_module_names},
+    "jpaged.bench_serve": {"numpy", *sys.stdlib_module_names},
+    "jpaged.bench_serve.client": {"aiohttp", *sys.stdlib_module_names},
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "numpy", *sys.stdlib_module_names},
     "pallas_kernels.paged_attention.jax_triton": {"jax", "jax_triton", "triton", *sys.stdlib_module_names},
 }
@@ -121,9 +128,15 @@ def test_no_import_crosses_the_layers_against_the_arrows():
 
 def test_the_arrows_never_turn_back():
     # models, device and checkpoint are one layer in three folders: they may know each other.
-    rank = {"pallas_kernels": 0, "jpaged.host": 0, "jpaged.small_model": 1, "jpaged.simulation": 1}
+    rank = {
+        "pallas_kernels": 0,
+        "jpaged.host": 0,
+        "jpaged.run_batch": 0,
+        "jpaged.small_model": 1,
+        "jpaged.simulation": 1,
+    }
     rank |= {"jpaged.device": 1, "jpaged.models": 1, "jpaged.checkpoint": 1, "jpaged.engine": 2}
-    rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.server": 4, "jpaged.cli": 5}
+    rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.bench_serve": 5, "jpaged.server": 4, "jpaged.cli": 6}
     assert rank.keys() == ALLOWED.keys()
     beside = {"jpaged.device", "jpaged.models", "jpaged.checkpoint"}
     for layer, targets in ALLOWED.items():
@@ -144,6 +157,9 @@ def test_the_arrows_never_turn_back():
         ("jpaged.device.step", "from jpaged.engine.engine import Engine"),
         ("jpaged.engine.engine", "from jpaged import load"),
         ("jpaged.simulation.paged", "import jax"),
+        ("jpaged.run_batch.asgi", "import starlette"),
+        ("jpaged.bench_serve.load", "import aiohttp"),
+        ("jpaged.bench_serve.client", "from jpaged.engine.engine import Engine"),
         ("jpaged.simulation.paged", "from jpaged.engine.engine import Engine"),
         ("pallas_kernels.paged_attention", "from jpaged.device import linear"),
         ("pallas_kernels.paged_attention", "import click"),
@@ -178,7 +194,7 @@ def test_the_dependencies_are_the_third_party_imports():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in project["dependencies"]}
     # The extra `triton` is for the one kernel that is taken only when it is named.
-    optional = {"triton": {"jax_triton", "triton"}, "plots": {"matplotlib"}}
+    optional = {"triton": {"jax_triton", "triton"}, "plots": {"matplotlib"}, "bench": {"aiohttp"}}
     assert imported - ours == declared.union(*optional.values())
     for extra, names in optional.items():
         lines = project["optional-dependencies"][extra]
@@ -191,7 +207,7 @@ def test_matplotlib_is_imported_for_the_pictures_only():
         for module, path in modules()
         if any(name.split(".")[0] == "matplotlib" for name in imports_of(path.read_text(), module))
     ]
-    assert importing == ["jpaged.cli.memory_plots"]
+    assert importing == ["jpaged.cli.memory_plots", "jpaged.cli.serve_plots"]
 
 
 @pytest.mark.parametrize("statement", ["import jpaged", "import jpaged.host.scheduler", "import jpaged.cli"])

@@ -11,19 +11,21 @@ import click
 
 from jpaged.cli.bench_memory import json_option, memory
 from jpaged.cli.bench_sampler import sampler
+from jpaged.cli.bench_serve import serve
 from jpaged.cli.options import OpenedEngine, engine_options, open_engine
 
 if TYPE_CHECKING:
     from jpaged.bench import Round
 
 
-@click.group(short_help="Measure speed, or simulate the use of memory.")
+@click.group(short_help="Measure speed, of a server too, or simulate the use of memory.")
 def bench() -> None:
-    """Measure the speed of a workload on an engine, or simulate what paging does for the memory of the KV cache."""
+    """Measure the speed of a workload on an engine or on a server, or simulate what paging does for KV memory."""
 
 
 bench.add_command(memory)
 bench.add_command(sampler)
+bench.add_command(serve)
 
 
 def workload_options(command: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Owns the pictures of `jpaged bench memory`, drawn with matplotlib, which is imported nowhere else."""
+"""Owns the pictures of `jpaged bench memory`, drawn with matplotlib."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
@@ -15,8 +15,8 @@ from jpaged.cli.options import ENGINE
 LEFT_OUT = {"engine"}
 
 
-def server_options(command: Callable) -> Callable:
-    """Adds an option for each field of `ServerConfig`, and the engine's."""
+def server_options(command: Callable, left_out: Collection[str] = ()) -> Callable:
+    """Adds an option for each field of `ServerConfig` but those left out, and the engine's."""
     from jpaged.server.config import ServerConfig
 
     for name, (flag, settings) in reversed(ENGINE.items()):
@@ -24,7 +24,7 @@ def server_options(command: Callable) -> Callable:
             flag, settings = f"{flag}/--no-{flag[2:]}", {key: settings[key] for key in settings if key != "is_flag"}
         command = click.option(flag, f"engine_{name}", **settings)(command)
     for name, field in reversed(ServerConfig.model_fields.items()):
-        if name not in LEFT_OUT:
+        if name not in LEFT_OUT and name not in left_out:
             command = click.option(*_flag(name, field.annotation), name, **_settings(name, field))(command)
     return command
 

@@ -39,6 +39,9 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as error:
         raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from error
+    # asyncio sets it for sockets whose `proto` is TCP, which those of `create_server` don't say: a chunk of a stream
+    # would wait until the client has acknowledged the one before, 40 ms where it delays that.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections: peers may be gone
         yield listener

@@ -17,6 +17,9 @@ import pytest
 from engine_support import CHECKPOINTS
 from server_support import Live, build, random_params, until
 
+from jpaged.server.config import ServerConfig
+from jpaged.server.serve import listening
+
 BODY = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 SHAPES = [
     {},
@@ -307,6 +310,13 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path):
     command = [sys.executable, "scripts/serve.py", "--model", str(tmp_path / "absent"), "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKPOINTS.parents[2], timeout=120)
     assert found.returncode == 1 and "absent" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_no_part_of_a_stream_waits_for_the_client_to_acknowledge_another():
+    with listening(ServerConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_address_that_is_taken_is_said_before_the_model_is_loaded():
