@@ -24,11 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "jpaged.small_model": {"jpaged.host"},
     "jpaged.simulation": {"jpaged.host"},
     "jpaged.bench": {"jpaged.engine", "jpaged.host"},
+    "jpaged.server": {"jpaged", "jpaged.checkpoint", "jpaged.engine", "jpaged.host", "jpaged.small_model"},
     "jpaged.cli": {
         "jpaged",
         "jpaged.bench",
         "jpaged.device",
         "jpaged.host",
+        "jpaged.server",
         "jpaged.simulation",
         "jpaged.small_model",
         "pallas_kernels",
@@ -121,7 +123,7 @@ def test_the_arrows_never_turn_back():
     # models, device and checkpoint are one layer in three folders: they may know each other.
     rank = {"pallas_kernels": 0, "jpaged.host": 0, "jpaged.small_model": 1, "jpaged.simulation": 1}
     rank |= {"jpaged.device": 1, "jpaged.models": 1, "jpaged.checkpoint": 1, "jpaged.engine": 2}
-    rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.cli": 5}
+    rank |= {"jpaged": 3, "jpaged.bench": 4, "jpaged.server": 4, "jpaged.cli": 5}
     assert rank.keys() == ALLOWED.keys()
     beside = {"jpaged.device", "jpaged.models", "jpaged.checkpoint"}
     for layer, targets in ALLOWED.items():
@@ -171,6 +173,8 @@ def test_the_dependencies_are_the_third_party_imports():
         for name in imports_of(path.read_text(), module, path.name == "__init__.py")
     }
     ours = {"jpaged", "pallas_kernels", "__future__", *sys.stdlib_module_names}
+    packages = {"yaml": "pyyaml"}  # those of another name than their module
+    imported = {packages.get(name, name) for name in imported}
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in project["dependencies"]}
     # The extra `triton` is for the one kernel that is taken only when it is named.

@@ -12,6 +12,7 @@ from jpaged.cli.bench import bench
 from jpaged.cli.chat import chat
 from jpaged.cli.env import env
 from jpaged.cli.generate import generate
+from jpaged.cli.serve import config, serve
 
 
 class Mistake(click.ClickException):
@@ -43,5 +44,5 @@ def main(traceback: bool) -> None:
     """
 
 
-for command in (generate, chat, bench, env):
+for command in (generate, chat, serve, bench, config, env):
     main.add_command(command)

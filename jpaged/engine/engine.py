@@ -33,6 +33,7 @@ from jpaged.host.batch import Batch, pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
 from jpaged.host.detokenizer import Detokenizer
+from jpaged.host.limits import Limits
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
@@ -161,6 +162,13 @@ class Engine:
         requests = samples_of(request_id, token_ids, sampling, self._limits, int(priority), salt, constraint)
         self._add(request_id, text, requests)
         return request_id
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile the shape that a text is to have, so that `add_request` finds it compiled. From any thread.
+
+        Raises ValueError for one that no text can have.
+        """
+        self._constraints.of(sampling)
 
     def fork(self, request_id: str, n: int = 1, *, index: int = 0) -> list[str]:
         """Branch `n` new requests off a sample of an unfinished one: they begin with its prompt and the tokens that it
@@ -367,6 +375,11 @@ class Engine:
         return snapshot(self._scheduler, self._pool)
 
     @property
+    def limits(self) -> Limits:
+        """What a request must keep within."""
+        return self._limits
+
+    @property
     def num_free_pages(self) -> int:
         return self._pool.num_free
 
@@ -451,5 +464,11 @@ class Engine:
             self._scheduler.check()
 
     def _record_pages(self) -> None:
-        self.stats.num_used_pages = self._pool.num_used
-        self.stats.num_shared_pages = self._pool.num_shared
+        stats, pool = self.stats, self._pool
+        stats.num_used_pages, stats.num_shared_pages, stats.num_cached_pages = (
+            pool.num_used,
+            pool.num_shared,
+            pool.num_cached,
+        )
+        stats.num_swapped_pages = 0 if pool.swap_space is None else pool.swap_space.num_held
+        stats.num_running, stats.num_waiting = self._scheduler.num_running, self._scheduler.num_waiting

@@ -99,5 +99,5 @@ class RequestOutput:
     @property
     def latencies(self) -> list[Latencies]:
         """For each sample: ttft (arrival to first token), tpot (mean time per later token), itl (each gap between two
-        tokens) and e2e_latency (arrival to end), in seconds."""
+        tokens), e2e_latency (arrival to end) and queue_time (arrival to the first step with any of it), in seconds."""
         return [Latencies.of(output._request, output._num_tokens) for output in self.outputs]

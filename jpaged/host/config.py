@@ -121,7 +121,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be a share above 0 and at most 1, got {share!r}")
         for name in ("kv_cache_memory", "swap_space", "swap_disk_space"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _parse_bytes(name, getattr(self, name)))
+                object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         if self.kv_cache_memory is not None and self.num_pages is not None:
             raise ValueError(
                 f"kv_cache_memory ({self.kv_cache_memory} bytes) and num_pages ({self.num_pages}) both fix the "
@@ -172,7 +172,7 @@ class EngineConfig:
             raise ValueError(f"swap_dir={self.swap_dir!r} needs swap_disk_space: say how much of it may be used")
 
 
-def _parse_bytes(name: str, value: int | str) -> int:
+def parse_bytes(name: str, value: int | str) -> int:
     """Bytes from a number or from text: GiB is 1024**3, GB is 1000**3."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", value, re.IGNORECASE)

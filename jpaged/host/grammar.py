@@ -30,8 +30,9 @@ class Grammars:
         """One for a new text. Raises ValueError for what is no grammar, or can't be met by any text."""
         if not self._eos_token_ids:
             raise ValueError("structured needs a model that has an end-of-sequence token, and this one has none")
+        compiled = self._compiled(structured)  # not under the lock: others may take long
         with self._lock:
-            return self._compiled(structured).fork()
+            return compiled.fork()
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:

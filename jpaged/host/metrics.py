@@ -30,6 +30,10 @@ class EngineStats:
     num_pages_swapped_in: int = 0  # and back
     num_used_pages: int = 0  # that requests hold, after the last step or abort
     num_shared_pages: int = 0  # of them, those that more than one holds
+    num_cached_pages: int = 0  # that nobody holds, and whose contents can be found again
+    num_swapped_pages: int = 0  # in swap space
+    num_running: int = 0  # sequences that hold pages
+    num_waiting: int = 0  # and those that wait for some
     num_compiles: int = 0  # after warm-up
     kv_utilization_sum: float = 0.0
     kv_utilization_samples: int = 0
@@ -74,6 +78,7 @@ class Latencies(NamedTuple):
     tpot: float | None  # mean time per output token after the first
     itl: list[float]  # each gap between two tokens
     e2e_latency: float | None  # arrival to end
+    queue_time: float | None = None  # arrival to the first step with tokens of it
 
     @classmethod
     def of(cls, request: Request, num_tokens: int | None = None) -> Latencies:
@@ -85,6 +90,7 @@ class Latencies(NamedTuple):
             tpot=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             itl=[later - earlier for earlier, later in zip(times, times[1:], strict=False)],
             e2e_latency=ended - request.arrival if ended is not None else None,
+            queue_time=request.start_time - request.arrival if request.start_time is not None else None,
         )
 
 

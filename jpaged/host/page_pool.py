@@ -49,6 +49,11 @@ class PagePool:
         return self.num_pages - 1 - self.num_free
 
     @property
+    def num_cached(self) -> int:
+        """Free pages whose contents can be found again."""
+        return len(self._idle)
+
+    @property
     def references(self) -> Sequence[int]:
         """How many hold each page, by its id."""
         return self._references

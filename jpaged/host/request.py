@@ -87,6 +87,7 @@ class Request:
     candidates: tuple[np.ndarray, np.ndarray] | None = None  # of a beam: ids and log-probabilities of its next token
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop id or stop string; None where an end-of-sequence id ended the text
+    start_time: float | None = None  # when its first tokens were scheduled
     finish_time: float | None = None
 
     ending_ids: frozenset[int] = field(init=False)  # ids that end the text, once min_tokens came before them

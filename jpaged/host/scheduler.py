@@ -452,6 +452,7 @@ class Scheduler:
         self._queues.release_forks(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_shared_tokens
+            request.start_time = perf_counter()
         return request.num_computed_tokens
 
     def _follow(self, request: Request, parent: Request) -> None:

@@ -36,7 +36,6 @@ def snapshot(scheduler: Scheduler, pool: PagePool) -> dict[str, Any]:
 
     To be called between two steps, by whoever calls `step`. Its cost is bounded, but for one pass over the pool.
     """
-    num_cached = len(pool.idle_page_ids)
     swap_space = pool.swap_space
     running, waiting = _shown(scheduler)
     now, shown = perf_counter(), [*running, *waiting]
@@ -52,8 +51,8 @@ def snapshot(scheduler: Scheduler, pool: PagePool) -> dict[str, Any]:
         "pages": {
             "used": pool.num_used,
             "shared": pool.num_shared,
-            "cached": num_cached,
-            "free": pool.num_free - num_cached,
+            "cached": pool.num_cached,
+            "free": pool.num_free - pool.num_cached,
         },
         "map": _map(pool),
         "swap": swap_space
@@ -99,7 +98,7 @@ def _map(pool: PagePool) -> dict[str, Any]:
     num_pages = pool.num_pages - 1
     references = np.minimum(np.array(pool.references, np.int32)[1:], 9)
     states = np.where(references, references + (STATES.index("1") - 1), STATES.index(FREE))
-    states[np.fromiter(pool.idle_page_ids, np.intp, len(pool.idle_page_ids)) - 1] = STATES.index(CACHED)
+    states[np.fromiter(pool.idle_page_ids, np.intp, pool.num_cached) - 1] = STATES.index(CACHED)
     pages_per_cell = -(-num_pages // MAX_CELLS)
     if pages_per_cell > 1:
         cell_of = np.arange(num_pages) // pages_per_cell

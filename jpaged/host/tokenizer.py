@@ -133,6 +133,15 @@ class Tokenizer:
         """The default template's source; None if the model has none."""
         return self.chat_templates.get("default")
 
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with this template, and no other."""
+        return Tokenizer(
+            self._backend,
+            special_tokens=self.special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            chat_templates={"default": template},
+        )
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which are no part of a text."""

@@ -1,6 +1,52 @@
-"""Lets the tests of the server import what lies beside them, and what the engine's tests use."""
+"""Lets the tests of the server import what lies beside them, and lends them servers that run for all of them."""
 
+from __future__ import annotations
+
+import importlib
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent)]
+import pytest
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / name) for name in ("host", "device", "engine"))]
+support = importlib.import_module("server_support")
+
+
+@pytest.fixture(scope="session")
+def live_server():
+    """A model with random weights: its texts hold anything."""
+    with support.Live(support.build(support.random_params())) as live:
+        yield live
+
+
+@pytest.fixture
+def live(live_server):
+    yield live_server
+    live_server.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def parrot_server():
+    """Says what `support.saying` tells it."""
+    with support.Live(support.build(support.parrot_params([1000]))) as live:
+        yield live
+
+
+@pytest.fixture
+def parrot(parrot_server):
+    yield parrot_server
+    parrot_server.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def plain_server():
+    """A checkpoint with stored references, without a tokenizer."""
+    with support.Live(support.build(support.engine_support.tiny("llama"), max_model_len=64)) as live:
+        yield live
+
+
+@pytest.fixture
+def plain(plain_server):
+    yield plain_server
+    plain_server.assert_idle()

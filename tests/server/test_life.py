@@ -1,0 +1,258 @@
+"""Clients that leave, an engine that breaks, a server that is told to end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from engine_support import CHECKPOINTS
+from server_support import Live, build, random_params, until
+
+BODY = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+SHAPES = [
+    {},
+    {"stream": True},
+    {"n": 4},
+    {"n": 4, "stream": True},
+    {"prompt": ["a", "b", "c", "d", "e", "f"], "stream": True},  # more than there are rows for
+]
+
+
+def head(size: int) -> bytes:
+    """Of a request with a body of so many bytes."""
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {size}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def send(live: Live, body: dict) -> socket.socket:
+    """Sends a request, and leaves its answer unread."""
+    raw = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", live.port))
+    connection.sendall(head(len(raw)) + raw)
+    return connection
+
+
+@pytest.fixture
+def slow(live):
+    """The server, whose steps take 20 ms."""
+    engine, step = live.engine, live.engine.step
+    live.slow_steps = 0
+
+    def slowly():
+        time.sleep(0.02)
+        live.slow_steps += 1
+        return step()
+
+    engine.step = slowly
+    yield live
+    del engine.step
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_client_that_leaves_takes_its_work_with_it(slow, shape, tokens):
+    connection = send(slow, BODY | shape)
+    until(lambda: slow.service.thread.num_requests > 0)
+    if tokens and shape.get("stream"):
+        read = b""
+        while read.count(b"data:") < tokens:
+            read += connection.recv(4096)
+    connection.close()
+    until(lambda: slow.service.thread.num_requests == 0)
+    steps = slow.slow_steps
+    slow.assert_idle()
+    assert slow.slow_steps - steps <= 2
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(slow):
+    running = [send(slow, BODY) for _ in range(4)]
+    until(lambda: slow.engine.stats.num_running == 4)
+    waiting = [send(slow, BODY | {"stream": stream}) for stream in (False, True)]
+    until(lambda: slow.service.thread.num_requests == 6)
+    for connection in waiting:
+        connection.close()
+    until(lambda: slow.service.thread.num_requests == 4)
+    for connection in running:
+        connection.close()
+
+
+def test_half_a_body_that_never_goes_on_is_given_up():
+    with Live(build(random_params()), body_timeout=0.2) as live:
+        connection = socket.create_connection(("127.0.0.1", live.port))
+        connection.sendall(head(100) + b"{")
+        assert b" 408 " in connection.recv(4096)
+        connection.close()
+
+
+def test_a_full_queue_is_said_with_429():
+    with Live(build(random_params()), max_waiting=1) as live:
+        step = live.engine.step
+        live.engine.step = lambda: (time.sleep(0.02), step())[1]
+        connections = [send(live, BODY) for _ in range(5)]
+        until(lambda: live.service.thread.num_requests == 5)
+        status, headers, raw = live.call("POST", "/v1/completions", BODY)
+        assert status == 429 and headers["retry-after"] == "1" and json.loads(raw)["error"]["code"] == "queue_full"
+        status, _, _ = live.call("POST", "/v1/completions", BODY | {"stream": True})
+        assert status == 429
+        for connection in connections:
+            connection.close()
+        live.assert_idle()
+        assert live.post("/v1/completions", BODY | {"max_tokens": 2})["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_given_up(stream):
+    with Live(build(random_params()), request_timeout=0.3) as live:
+        step = live.engine.step
+        live.engine.step = lambda: (time.sleep(0.05), step())[1]
+        status, _, raw = live.call("POST", "/v1/completions", BODY | {"stream": stream})
+        if stream:
+            last = raw.decode().strip().split("\n\n")[-1]
+            assert status == 200 and json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout"
+        else:
+            assert status == 504 and json.loads(raw)["error"]["code"] == "request_timeout"
+        live.assert_idle()
+
+
+def test_an_engine_that_breaks_fails_its_requests_and_the_health_check():
+    with Live(build(random_params())) as live:
+        assert live.call("GET", "/health")[0] == live.call("GET", "/ready")[0] == 200
+        step, steps = live.engine.step, []
+
+        def breaking():
+            time.sleep(0.02)
+            steps.append(None)
+            if len(steps) > 5:
+                raise RuntimeError("out of everything")
+            return step()
+
+        live.engine.step = breaking
+        answers = []
+        threads = [
+            threading.Thread(target=lambda more=more: answers.append(live.call("POST", "/v1/completions", BODY | more)))
+            for more in ({}, {}, {"stream": True}, {"n": 3})
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(answers) == 4
+        for status, _, raw in answers:
+            error = json.loads(raw.decode().strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+            assert (status == 503 or b"data:" in raw) and error["code"] == "engine_gone"
+        for path in ("/health", "/ready"):
+            assert live.call("GET", path)[0] == 503
+        for path, body in (("/v1/completions", BODY), ("/tokenize", {"prompt": "a"})):
+            assert live.refused(path, body, 503)["code"] == "engine_gone"
+        assert live.call("GET", "/metrics")[0] == 200
+
+
+def test_a_server_that_starts_says_so():
+    hold = threading.Event()
+    live = Live(build(random_params()))
+    live.service.thread._build = lambda: (hold.wait(), live.engine)[1]
+    live._thread.start()
+    until(lambda: live.server.started)
+    assert live.call("GET", "/health")[0] == 200 and live.call("GET", "/ready")[0] == 503
+    status, headers, raw = live.call("POST", "/v1/completions", BODY)
+    assert status == 503 and headers["retry-after"] and json.loads(raw)["error"]["code"] == "starting"
+    hold.set()
+    until(lambda: live.call("GET", "/ready")[0] == 200)
+    assert live.post("/v1/completions", BODY | {"max_tokens": 1})
+    live.__exit__()
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """Starts `scripts/serve.py` with a small checkpoint; gives the process and its port."""
+    folder = tmp_path_factory.mktemp("serve")
+    file = folder / "config.yaml"
+    file.write_text(
+        f"model: {CHECKPOINTS / 'llama'}\nserved_model_names: tiny\nshutdown_timeout: 20\n"
+        "engine: {max_num_seqs: 2, max_num_batched_tokens: 16, max_model_len: 256, page_size: 16, num_pages: 60, "
+        "warm_up: false}\n"
+    )
+    started, readers = [], []
+
+    def start(*options: str) -> tuple[subprocess.Popen, int]:
+        process = subprocess.Popen(
+            [sys.executable, "scripts/serve.py", str(file), "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=CHECKPOINTS.parents[2],
+            env={**os.environ, "JPAGED_API_KEY": ""},
+        )
+        started.append(process)
+        port = None
+        for line in process.stderr:
+            if "starting" in line:
+                port = int(line.rpartition(":")[2].split()[0].strip('"}'))
+            if " ready" in line:
+                break
+        else:
+            raise AssertionError("it never was ready")
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
+        readers.append(reader)
+        return process, port
+
+    yield start
+    for one, reader in zip(started, readers, strict=True):
+        one.kill()
+        one.wait()
+        reader.join()
+        one.stderr.close()
+
+
+def test_a_server_that_is_told_to_end_finishes_what_runs_and_exits_with_0(process):
+    server, port = process()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"token_ids": [[5, 6]] * 20, "sampling_params": {"max_tokens": 200, "ignore_eos": True, "temperature": 0}}
+    connection.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
+    time.sleep(0.3)
+    server.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    other = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    other.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
+    assert other.getresponse().status == 503
+    answer = connection.getresponse()
+    outputs = json.loads(answer.read())["outputs"]
+    assert answer.status == 200 and [len(output["token_ids"]) for output in outputs] == [200] * 20
+    assert server.wait(30) == 0
+    connection.close()
+    other.close()
+
+
+def test_what_takes_longer_than_it_is_given_is_failed_when_the_server_ends(process):
+    server, port = process("--shutdown-timeout", "0.2")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"token_ids": [[5, 6]] * 100, "sampling_params": {"max_tokens": 200, "ignore_eos": True}}
+    connection.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
+    time.sleep(0.3)
+    server.send_signal(signal.SIGTERM)
+    answer = connection.getresponse()
+    assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "engine_gone"
+    assert server.wait(30) == 0
+    connection.close()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path):
+    command = [sys.executable, "scripts/serve.py", "--model", str(tmp_path / "absent"), "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKPOINTS.parents[2], timeout=120)
+    assert found.returncode == 1 and "absent" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_an_address_that_is_taken_is_said_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "scripts/serve.py", "--model", "absent", "--port", port]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKPOINTS.parents[2], timeout=120)
+    assert found.returncode == 2 and f"127.0.0.1:{port}" in found.stderr and "Traceback" not in found.stderr
