@@ -33,6 +33,7 @@ def find_chromium() -> str:
 
 class Browser:
     def __init__(self, profile: Path):
+        chromium = find_chromium()
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         # The protocol's ends are the descriptors 3 and 4 of the child. Copies above keep the two from overwriting each
@@ -47,7 +48,7 @@ class Browser:
         ]
         command = f'exec "$@" 3<&{copies[0]} 4>&{copies[1]} {copies[0]}<&- {copies[1]}>&-'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, "bash", find_chromium(), *arguments, "about:blank"],
+            ["bash", "-c", command, "bash", chromium, *arguments, "about:blank"],
             pass_fds=copies,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -66,7 +67,7 @@ class Browser:
             message["sessionId"] = session
         answers = self._answers[message["id"]] = queue.SimpleQueue()
         os.write(self._write, json.dumps(message).encode() + b"\0")
-        answer = answers.get(timeout=20)
+        answer = answers.get(timeout=30)
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
 
@@ -132,7 +133,7 @@ class Page:
         assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 10) -> Any:
+    def wait(self, expression: str, seconds: float = 30) -> Any:
         """Until an expression is true; its value."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
