@@ -82,6 +82,7 @@ class FakeServer:
         self.engine = engine or FakeEngine()
         self.lock = threading.Lock()
         self.say: list[Any] = ["Hello."]
+        self.ends = True  # its streams say so
         self.key: str | None = None
         self.error: tuple[int, dict] | None = None  # that the chat answers with
         self.delay = 0.0  # of a snapshot
@@ -150,6 +151,8 @@ class FakeServer:
                     choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
                     event = f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n".encode()
                     yield event
+            if not self.ends:
+                return
             yield b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\r\n\r\n'
             usage = json.dumps({"choices": [], "usage": {"completion_tokens": num_tokens}})
             yield f": a comment\n\ndata: {usage}\n\ndata: [DONE]\n\n".encode()

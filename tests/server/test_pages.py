@@ -227,7 +227,8 @@ def test_a_connection_that_is_lost_is_said_and_found_again(open_page, server):
     page.wait_for_text("Live", "#status")
     server.stop()
     page.wait_for_text("Connection lost", "#status")
-    assert re.search(r"cannot be reached. What you see is of \d+ seconds? ago", page.text("#banner"))
+    assert "The server cannot be reached. Trying again every 2 seconds." in page.text("#banner")
+    assert re.search(r"What you see is of \d+ seconds? ago", page.text("#banner-age"))
     assert page.evaluate("document.querySelector('#main').classList.contains('stale')")
     server.start(server.port)
     page.wait_for_text("Live", "#status")
@@ -380,6 +381,14 @@ def test_an_error_in_the_middle_of_an_answer_is_shown_after_it(open_page, server
     page = open_page("chat")
     talk(page, "Hello")
     page.wait_for_text("the engine has stopped", "#messages .error")
+    assert "So far" in page.text("#messages")
+
+
+def test_an_answer_that_ends_before_it_is_whole_is_kept_and_said_to_be_cut(open_page, server):
+    server.say, server.ends = ["So far"], False
+    page = open_page("chat")
+    talk(page, "Hello")
+    page.wait_for_text("the answer ended early", "#messages .error")
     assert "So far" in page.text("#messages")
 
 

@@ -119,7 +119,7 @@ async function answer() {
   message.setAttribute("aria-busy", "true"); // read out when it is whole, not token by token
   render(box, "", true);
   const told = { began: performance.now(), first: null, last: null, tokens: 0, reason: null };
-  let text = "", chunks = 0, frame = 0, failure = null;
+  let text = "", chunks = 0, frame = 0, isWhole = false, failure = null;
   const paint = () => {
     frame = 0;
     const follow = isAtEnd();
@@ -135,7 +135,10 @@ async function answer() {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body()), signal: running.signal,
     });
     for await (const data of events(response.body)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") {
+        isWhole = true;
+        break;
+      }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(0, messageIn(data) || "The server reported an error.");
       const choice = chunk.choices?.[0], piece = choice?.delta?.content;
@@ -149,6 +152,7 @@ async function answer() {
       if (chunk.usage) told.tokens = chunk.usage.completion_tokens;
       frame ||= requestAnimationFrame(paint);
     }
+    if (!isWhole) throw new Error("the answer ended early");
   } catch (error) {
     if (running.signal.aborted) told.reason = "stopped";
     else failure = error;

@@ -266,7 +266,7 @@ function pointAtCell(event) {
 }
 map.addEventListener("pointermove", pointAtCell);
 map.addEventListener("pointerdown", pointAtCell);
-map.addEventListener("pointerleave", () => point(null));
+map.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && point(null)); // a finger only lets go
 map.addEventListener("blur", () => point(null));
 map.addEventListener("keydown", (event) => {
   const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: grid.columns, ArrowUp: -grid.columns };
@@ -441,14 +441,14 @@ function show(kind, status, banner = "", withKey = false) {
   $("banner").hidden = !banner;
   $("banner").dataset.kind = kind;
   setText($("banner-text"), banner);
+  setText($("banner-age"), banner && lastGood ? `What you see is of ${count(Math.round((performance.now() - lastGood) / 1000), "second")} ago.` : "");
   $("banner-key").hidden = !withKey;
   $("main").classList.toggle("stale", kind === "lost");
 }
-const ago = () => (lastGood ? ` What you see is of ${count(Math.round((performance.now() - lastGood) / 1000), "second")} ago.` : "");
 
 async function poll() {
   const since = samples.length ? `?since=${samples.at(-1).time}` : "";
-  const slow = setTimeout(() => show("slow", "Waiting", `No answer yet: a long step, a compilation, or a busy server.${ago()}`), SLOW);
+  const slow = setTimeout(() => show("slow", "Waiting", `No answer yet: a long step, a compilation, or a busy server.`), SLOW);
   try {
     const response = await ask(`dashboard/state${since}`, { signal: AbortSignal.timeout(GIVE_UP) });
     const next = await response.json();
@@ -472,8 +472,8 @@ async function poll() {
       }
       return RETRY;
     }
-    if (error instanceof ServerError) show("lost", "Error", `${error.message}${ago()} Trying again.`);
-    else show("lost", "Connection lost", `The server cannot be reached.${ago()} Trying again every ${RETRY / 1000} seconds.`);
+    if (error instanceof ServerError) show("lost", "Error", `${error.message} Trying again.`);
+    else show("lost", "Connection lost", `The server cannot be reached. Trying again every ${RETRY / 1000} seconds.`);
     return RETRY;
   } finally {
     clearTimeout(slow);
