@@ -44,6 +44,7 @@ POST: dict[str, Callable[[Service, Request, Mapping[str, Any]], Awaitable[Respon
 }
 OPEN = {"/health", "/ready", "/version"}  # without a key: what a load balancer asks
 ASKED_OFTEN = OPEN | {"/metrics", "/dashboard/state"}  # not worth a line of the log each time
+GRACE = 10  # seconds after the time of a request, in which what it has come to can be read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -158,6 +159,7 @@ def _post(service: Service, handler: Callable) -> Callable[[Request], Awaitable[
             log("asked", body=body)
         response = await handler(service, request, body)
         if isinstance(response, Events):
+            response.time_limit = config.request_timeout + GRACE
             response.on_outcome = lambda status: request.scope.__setitem__("jpaged.outcome", status)
         elif config.log_prompts:
             log("answering", body=bytes(response.body).decode(errors="replace"))

@@ -181,8 +181,8 @@ class EngineThread:
         priority: int = 0,
         as_it_comes: bool = False,
     ) -> Stream:
-        """Hand a request to the engine. `accepted` of the stream is done when it is queued; it raises ValueError where
-        the engine refuses it, and EngineGone. `news` is set when there is any, and may be that of other streams, too.
+        """Hand a request to the engine. `accepted` of the stream is done when it is queued; it raises what the engine
+        does that refuses it (ValueError), and EngineGone. `news` is set when there is any, for other streams, too.
         """
         engine = self.engine
         num_samples = max(sampling.best_of or sampling.n, sampling.num_beams)
@@ -194,7 +194,7 @@ class EngineThread:
         def add() -> None:
             try:
                 engine.add_request(list(prompt), sampling, request_id=stream.request_id, priority=priority)
-            except ValueError as error:
+            except Exception as error:  # of this request, which has left nothing behind: others go on
                 self._tell(self._refused, stream, error)
                 return
             self._served[stream.request_id] = stream

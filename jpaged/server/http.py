@@ -16,6 +16,7 @@ from jpaged.server.engine_thread import EngineGone
 from jpaged.server.errors import ApiError, unavailable
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+TOO_SLOW = 408
 LEFT = 499  # the client did, before it was answered; seen in logs alone
 
 
@@ -109,6 +110,7 @@ class Events(Response):
         self._events = events
         self._ends_with = ends_with
         self.on_outcome: Callable[[int], None] = lambda status: None  # for the log, where it is not 200
+        self.time_limit: float | None = None  # seconds, for a client that stays and reads too slowly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
@@ -129,11 +131,11 @@ class Events(Response):
         work = asyncio.ensure_future(write())
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, gone], timeout=self.time_limit, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
             else:
-                self.on_outcome(LEFT)
+                self.on_outcome(LEFT if gone.done() else TOO_SLOW)
         finally:
             gone.cancel()
             if not work.done():
@@ -143,4 +145,5 @@ class Events(Response):
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    """Compact JSON in UTF-8."""
+    return pydantic_core.to_json(value)

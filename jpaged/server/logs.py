@@ -50,7 +50,7 @@ def set_up(level: str, form: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [handler] if "." not in name or name == "jpaged.server" else []
         logger.propagate = "." in name and name != "jpaged.server"
-        logger.setLevel(level.upper() if name == "jpaged.server" else logging.WARNING)
+        logger.setLevel(level.upper() if name == "jpaged.server" else logging.ERROR)
 
 
 def log(message: str, level: int = logging.INFO, error: BaseException | None = None, **fields: object) -> None:

@@ -40,6 +40,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
     except OSError as error:
         raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from error
     with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections: peers may be gone
         yield listener
 
 

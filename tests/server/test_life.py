@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -84,6 +85,29 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow):
         connection.close()
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_client_that_does_not_read_holds_nobody_up(limited, monkeypatch):
+    monkeypatch.setattr("jpaged.server.app.GRACE", 0.5)
+    with Live(build(random_params()), request_timeout=0.5 if limited else 60) as live:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", live.port))
+        raw = json.dumps(
+            BODY | {"n": 4, "prompt": ["a"] * 8, "stream": True, "logprobs": 20, "max_tokens": 100}
+        ).encode()
+        connection.sendall(head(len(raw)) + raw)
+        until(lambda: live.engine.stats.num_output_tokens > 50)
+        assert limited or live.post("/v1/completions", BODY | {"max_tokens": 2})["usage"]["completion_tokens"] == 2
+        if limited:  # its connection is not held open for ever
+            live.assert_idle()
+        else:
+            until(lambda: not live.engine.has_unfinished_requests())  # what it has not read is kept, and no more
+            assert live.service.thread.num_requests == 8
+        connection.close()
+        live.assert_idle()
+        until(lambda: not live.server.server_state.connections)
+
+
 def test_half_a_body_that_never_goes_on_is_given_up():
     with Live(build(random_params()), body_timeout=0.2) as live:
         connection = socket.create_connection(("127.0.0.1", live.port))
@@ -153,6 +177,40 @@ def test_an_engine_that_breaks_fails_its_requests_and_the_health_check():
         for path, body in (("/v1/completions", BODY), ("/tokenize", {"prompt": "a"})):
             assert live.refused(path, body, 503)["code"] == "engine_gone"
         assert live.call("GET", "/metrics")[0] == 200
+
+
+def test_a_request_that_the_engine_stumbles_over_is_a_500_and_others_go_on(live, monkeypatch):
+    def stumble(*_, **__):
+        raise OverflowError("what nobody foresaw")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.engine, "add_request", stumble)
+        for stream in (False, True):
+            error = live.refused("/v1/completions", BODY | {"stream": stream}, 500)
+            assert "foresaw" in error["message"] and "Overflow" not in error["message"]
+    assert live.post("/v1/completions", BODY | {"max_tokens": 2})["usage"]["completion_tokens"] == 2
+
+
+def test_a_function_is_run_on_the_engines_thread_between_two_steps(live):
+    thread = live.service.thread
+
+    def ask(function):
+        return asyncio.run_coroutine_threadsafe(thread.run(function), thread.loop).result(30)
+
+    assert ask(lambda engine: (engine is live.engine, threading.current_thread().name)) == (True, "engine")
+    with pytest.raises(ZeroDivisionError):
+        ask(lambda engine: 1 / 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_left_is_logged_as_such(slow, stream, monkeypatch):
+    logged = []
+    monkeypatch.setattr("jpaged.server.app.log", lambda message, *_, **fields: logged.append(fields))
+    connection = send(slow, BODY | {"stream": stream})
+    until(lambda: slow.engine.stats.num_running)
+    connection.close()
+    until(lambda: logged)
+    assert logged[0]["status"] == 499
 
 
 def test_a_server_that_starts_says_so():

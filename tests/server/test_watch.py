@@ -99,6 +99,7 @@ def test_a_long_step_is_a_sample_as_long(looked):
 
 def test_latencies_are_those_of_requests_that_ended_while_somebody_looked(looked):
     add_and_end(looked)
+    assert not looked.watch._ended
     assert looked.look()["latencies"]["num_requests"] == 0
     add_and_end(looked)
     found = looked.look()["latencies"]
