@@ -39,6 +39,7 @@ from jpaged.host.page_pool import PagePool
 from jpaged.host.request import Request, RequestStatus
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import BatchPlan, Scheduler
+from jpaged.host.snapshot import snapshot
 
 
 class _Flight(NamedTuple):
@@ -367,6 +368,11 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
         return self._scheduler.has_unfinished or bool(self._ready)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the pool and the unfinished requests look like now, in plain JSON types and without any text: see
+        `jpaged.host.snapshot`. To be called between two steps, as everything here."""
+        return snapshot(self._scheduler, self._pool)
 
     @property
     def limits(self) -> Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from .swap_space import SwapSpace
 
@@ -52,6 +52,16 @@ class PagePool:
     def num_cached(self) -> int:
         """Free pages whose contents can be found again."""
         return len(self._idle)
+
+    @property
+    def references(self) -> Sequence[int]:
+        """How many hold each page, by its id."""
+        return self._references
+
+    @property
+    def idle_page_ids(self) -> Collection[int]:
+        """The free pages whose contents can be found, those that are handed out first in front."""
+        return self._idle.keys()
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens of one request take."""

@@ -77,6 +77,10 @@ class Scheduler:
         return self._queues.waiting
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._queues.max_num_seqs
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._queues.requests)
 

@@ -50,7 +50,15 @@ class SwapSpace:
 
     @property
     def num_held(self) -> int:
-        return len(self._host) + len(self._disk)
+        return self.num_in_memory + self.num_on_disk
+
+    @property
+    def num_in_memory(self) -> int:
+        return len(self._host)
+
+    @property
+    def num_on_disk(self) -> int:
+        return len(self._disk)
 
     def find(self, keys: Iterable[bytes]) -> list[bytes]:
         """The first of these keys, up to the first whose page is not here to be read; none if they are not worth it."""

@@ -30,6 +30,7 @@ from jpaged.server.http import LEFT, Events, Json, error_response, read_json
 from jpaged.server.logs import log, request_id
 from jpaged.server.metrics import reading
 from jpaged.server.openapi import openapi
+from jpaged.server.pages import OPEN_PATHS, page_routes
 from jpaged.server.rollouts import rollouts
 from jpaged.server.service import Service
 from jpaged.server.tokens import detokenize, tokenize, tokenizer_info
@@ -42,6 +43,7 @@ POST: dict[str, Callable[[Service, Request, Mapping[str, Any]], Awaitable[Respon
     "/detokenize": detokenize,
 }
 OPEN = {"/health", "/ready", "/version"}  # without a key: what a load balancer asks
+ASKED_OFTEN = OPEN | {"/metrics", "/dashboard/state"}  # not worth a line of the log each time
 GRACE = 10  # seconds after the time of a request, in which what it has come to can be read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -52,6 +54,8 @@ def make_app(service: Service) -> ASGIApp:
         *(Route(path, _post(service, handler), methods=["POST"]) for path, handler in POST.items()),
         *(Route(path, _get(service, handler), methods=["GET"]) for path, handler in GET.items()),
     ]
+    if service.config.pages:
+        routes += page_routes(service.watch)
     schema = openapi(service.config.root_path)
     routes.append(Route("/openapi.json", lambda request: Json(schema), methods=["GET"]))
 
@@ -111,7 +115,7 @@ class Gate:
 
         try:
             path = scope["path"].removeprefix(self._service.config.root_path)
-            if path in OPEN or self._may(headers.get(b"authorization", "")):
+            if path in OPEN or path in OPEN_PATHS or self._may(headers.get(b"authorization", "")):
                 await self._app(scope, receive, send_on)
             else:
                 error = ApiError(
@@ -129,7 +133,7 @@ class Gate:
             self._service.metrics.record_answer(path if path in self._paths else "other", status)
             log(
                 "answered",
-                logging.DEBUG if path in OPEN or path == "/metrics" else logging.INFO,
+                logging.DEBUG if path in ASKED_OFTEN else logging.INFO,
                 method=scope["method"],
                 path=path[:200],
                 status=status,

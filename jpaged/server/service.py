@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.engine.engine import Engine
+from jpaged.engine.outputs import RequestOutput
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.config import ServerConfig
@@ -19,6 +20,7 @@ from jpaged.server.errors import ApiError, from_value_error, overloaded, unavail
 from jpaged.server.metrics import Metrics
 from jpaged.server.prompts import EncodedPrompt, Prompts
 from jpaged.server.token_logprobs import TokenTexts
+from jpaged.server.watch import Watch
 
 RETRY_AFTER = 5  # seconds, while the server starts or ends
 
@@ -36,13 +38,18 @@ class Service:
         self.thread = EngineThread(
             build or (lambda: build_engine(config)),
             on_step=lambda engine: observe(engine.stats.num_running),
-            on_end=self.metrics.record,
+            on_end=self._on_end,
         )
+        self.watch = Watch(self.thread)
         self.created = int(time.time())
         self.is_ending = False
         self.prompts: Prompts
         self.defaults: Mapping[str, Any] = {}
         self.tool_format: str | None = None
+
+    def _on_end(self, output: RequestOutput) -> None:
+        self.metrics.record(output)
+        self.watch.record(output)
 
     def start(self) -> None:
         """On the event loop that serves; `starting` is done when requests are, or raises EngineGone."""

@@ -11,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / name) for name in ("host", "device", "engine"))]
 support = importlib.import_module("server_support")
+Browser = importlib.import_module("browser").Browser
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +51,26 @@ def plain_server():
 def plain(plain_server):
     yield plain_server
     plain_server.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def open_url(browser):
+    """Opens pages; at the end of the test nothing may have been wrong with any."""
+    pages = []
+
+    def open_url(url, **view):
+        pages.append(browser.open(url, **view))
+        return pages[-1]
+
+    yield open_url
+    for page in pages:
+        problems = page.problems
+        page.close()
+        assert problems == []
