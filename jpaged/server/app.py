@@ -100,6 +100,9 @@ class Gate:
         name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         token = request_id.set(name)
         began, status = time.perf_counter(), 0
+        path = scope["path"].removeprefix(self._service.config.root_path)
+        metrics = self._service.metrics
+        asks = path in POST and scope["method"] == "POST"
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -108,8 +111,9 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
+        if asks:
+            metrics.in_flight.inc()
         try:
-            path = scope["path"].removeprefix(self._service.config.root_path)
             if path in OPEN or self._may(headers.get(b"authorization", "")):
                 await self._app(scope, receive, send_on)
             else:
@@ -125,7 +129,9 @@ class Gate:
             log("an error that nobody foresaw", logging.ERROR, error)
         finally:
             status = scope.get("jpaged.outcome") or status
-            self._service.metrics.record_answer(path if path in self._paths else "other", status)
+            if asks:
+                metrics.in_flight.dec()
+            metrics.record_answer(path if path in self._paths else "other", status)
             log(
                 "answered",
                 logging.DEBUG if path in OPEN or path == "/metrics" else logging.INFO,

@@ -32,6 +32,7 @@ class Service:
     def __init__(self, config: ServerConfig, build: Any = None):
         self.config = config
         self.metrics = Metrics(config.names[0])
+        self.metrics.ready.set_function(lambda: self.is_ready)
         observe = self.metrics.batch_sizes.observe
         self.thread = EngineThread(
             build or (lambda: build_engine(config)),
