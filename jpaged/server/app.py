@@ -33,6 +33,7 @@ from jpaged.server.openapi import openapi
 from jpaged.server.rollouts import rollouts
 from jpaged.server.service import Service
 from jpaged.server.tokens import detokenize, tokenize, tokenizer_info
+from jpaged.server.tracing import note_error
 
 POST: dict[str, Callable[[Service, Request, Mapping[str, Any]], Awaitable[Response]]] = {
     "/v1/completions": completions,
@@ -103,6 +104,7 @@ class Gate:
         path = scope["path"].removeprefix(self._service.config.root_path)
         metrics = self._service.metrics
         asks = path in POST and scope["method"] == "POST"
+        span = self._service.tracing.begin(path, headers) if self._service.tracing and asks else None
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -127,11 +129,13 @@ class Gate:
                 await error_response(error)(scope, receive, send_on)
         except Exception as error:  # it was answered with a 500, or the connection broke in the middle
             log("an error that nobody foresaw", logging.ERROR, error)
+            note_error(error)
         finally:
             status = scope.get("jpaged.outcome") or status
             if asks:
                 metrics.in_flight.dec()
             metrics.record_answer(path if path in self._paths else "other", status)
+            traced: dict[str, Any] = {} if span is None else {"trace_id": span.trace_id}
             log(
                 "answered",
                 logging.DEBUG if path in OPEN or path == "/metrics" else logging.INFO,
@@ -139,7 +143,10 @@ class Gate:
                 path=path[:200],
                 status=status,
                 seconds=round(time.perf_counter() - began, 4),
+                **traced,
             )
+            if span is not None:
+                span.end(status, name)
             request_id.reset(token)
 
     def _may(self, authorization: str) -> bool:
