@@ -90,6 +90,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]):
         self._app, self._service, self._paths = app, service, paths
+        self._open = OPEN | {"/metrics"} if service.config.open_metrics else OPEN
         self._keys = [key.encode() for key in service.config.all_api_keys()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +117,7 @@ class Gate:
         if asks:
             metrics.in_flight.inc()
         try:
-            if path in OPEN or self._may(headers.get(b"authorization", "")):
+            if path in self._open or self._may(headers.get(b"authorization", "")):
                 await self._app(scope, receive, send_on)
             else:
                 error = ApiError(

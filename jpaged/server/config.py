@@ -49,6 +49,7 @@ class ServerConfig(pydantic.BaseModel):
         [], description="Keys of which a request must give one [default: those in JPAGED_API_KEY, or none needed]."
     )
     api_key_file: str | None = pydantic.Field(None, description="A file with such keys, one a line.")
+    open_metrics: bool = pydantic.Field(False, description="Give /metrics to those without a key, too.")
     cors_origins: list[str] = pydantic.Field([], description="Origins whose pages may call this server; '*' for all.")
     root_path: str = pydantic.Field("", description="The path under which a proxy serves this server.")
     ssl_certfile: str | None = pydantic.Field(None, description="A certificate, for HTTPS.")
