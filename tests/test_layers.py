@@ -183,31 +183,45 @@ def test_the_walk_lets_an_allowed_import_pass(module, source):
 
 
 def test_the_dependencies_are_the_third_party_imports():
+    # Packages of another name than their module, and those that share one.
+    packages = {"yaml": "pyyaml", "opentelemetry": "opentelemetry_sdk"}
+    packages["opentelemetry.exporter"] = "opentelemetry_exporter_otlp_proto_http"
+
+    def package_of(name: str) -> str:
+        first, *rest = name.split(".")
+        return packages.get(".".join([first, *rest[:1]])) or packages.get(first, first)
+
     imported = {
-        name.split(".")[0]
+        package_of(name)
         for module, path in modules()
         for name in imports_of(path.read_text(), module, path.name == "__init__.py")
     }
     ours = {"jpaged", "pallas_kernels", "__future__", *sys.stdlib_module_names}
-    packages = {"yaml": "pyyaml"}  # those of another name than their module
-    imported = {packages.get(name, name) for name in imported}
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in project["dependencies"]}
     # The extra `triton` is for the one kernel that is taken only when it is named.
     optional = {"triton": {"jax_triton", "triton"}, "plots": {"matplotlib"}, "bench": {"aiohttp"}}
+    optional["otel"] = {"opentelemetry_sdk", "opentelemetry_exporter_otlp_proto_http"}
     assert imported - ours == declared.union(*optional.values())
     for extra, names in optional.items():
         lines = project["optional-dependencies"][extra]
         assert {re.match(r"[\w.-]+", line)[0].replace("-", "_") for line in lines} == names
 
 
-def test_matplotlib_is_imported_for_the_pictures_only():
+@pytest.mark.parametrize(
+    ("package", "importers"),
+    [
+        ("matplotlib", ["jpaged.cli.memory_plots", "jpaged.cli.serve_plots"]),
+        ("opentelemetry", ["jpaged.server.tracing"]),
+    ],
+)
+def test_a_package_that_may_be_absent_is_imported_where_it_is_needed_only(package, importers):
     importing = [
         module
         for module, path in modules()
-        if any(name.split(".")[0] == "matplotlib" for name in imports_of(path.read_text(), module))
+        if any(name.split(".")[0] == package for name in imports_of(path.read_text(), module))
     ]
-    assert importing == ["jpaged.cli.memory_plots", "jpaged.cli.serve_plots"]
+    assert importing == importers
 
 
 @pytest.mark.parametrize("statement", ["import jpaged", "import jpaged.host.scheduler", "import jpaged.cli"])

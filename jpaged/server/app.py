@@ -34,6 +34,7 @@ from jpaged.server.pages import OPEN_PATHS, page_routes
 from jpaged.server.rollouts import rollouts
 from jpaged.server.service import Service
 from jpaged.server.tokens import detokenize, tokenize, tokenizer_info
+from jpaged.server.tracing import note_error
 
 POST: dict[str, Callable[[Service, Request, Mapping[str, Any]], Awaitable[Response]]] = {
     "/v1/completions": completions,
@@ -94,6 +95,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]):
         self._app, self._service, self._paths = app, service, paths
+        self._open = OPEN.union(OPEN_PATHS, {"/metrics"} if service.config.open_metrics else ())
         self._keys = [key.encode() for key in service.config.all_api_keys()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,6 +107,10 @@ class Gate:
         name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         token = request_id.set(name)
         began, status = time.perf_counter(), 0
+        path = scope["path"].removeprefix(self._service.config.root_path)
+        metrics = self._service.metrics
+        asks = path in POST and scope["method"] == "POST"
+        span = self._service.tracing.begin(path, headers) if self._service.tracing and asks else None
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -113,9 +119,10 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
+        if asks:
+            metrics.in_flight.inc()
         try:
-            path = scope["path"].removeprefix(self._service.config.root_path)
-            if path in OPEN or path in OPEN_PATHS or self._may(headers.get(b"authorization", "")):
+            if path in self._open or self._may(headers.get(b"authorization", "")):
                 await self._app(scope, receive, send_on)
             else:
                 error = ApiError(
@@ -128,9 +135,13 @@ class Gate:
                 await error_response(error)(scope, receive, send_on)
         except Exception as error:  # it was answered with a 500, or the connection broke in the middle
             log("an error that nobody foresaw", logging.ERROR, error)
+            note_error(error)
         finally:
             status = scope.get("jpaged.outcome") or status
-            self._service.metrics.record_answer(path if path in self._paths else "other", status)
+            if asks:
+                metrics.in_flight.dec()
+            metrics.record_answer(path if path in self._paths else "other", status)
+            traced: dict[str, Any] = {} if span is None else {"trace_id": span.trace_id}
             log(
                 "answered",
                 logging.DEBUG if path in ASKED_OFTEN else logging.INFO,
@@ -138,7 +149,10 @@ class Gate:
                 path=path[:200],
                 status=status,
                 seconds=round(time.perf_counter() - began, 4),
+                **traced,
             )
+            if span is not None:
+                span.end(status, name)
             request_id.reset(token)
 
     def _may(self, authorization: str) -> bool:

@@ -49,6 +49,7 @@ class ServerConfig(pydantic.BaseModel):
         [], description="Keys of which a request must give one [default: those in JPAGED_API_KEY, or none needed]."
     )
     api_key_file: str | None = pydantic.Field(None, description="A file with such keys, one a line.")
+    open_metrics: bool = pydantic.Field(False, description="Give /metrics to those without a key, too.")
     cors_origins: list[str] = pydantic.Field([], description="Origins whose pages may call this server; '*' for all.")
     root_path: str = pydantic.Field("", description="The path under which a proxy serves this server.")
     ssl_certfile: str | None = pydantic.Field(None, description="A certificate, for HTTPS.")
@@ -73,6 +74,9 @@ class ServerConfig(pydantic.BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field("info", description="What is logged.")
     log_format: Literal["text", "json"] = pydantic.Field("text", description="Lines of text, or of JSON.")
     log_prompts: bool = pydantic.Field(False, description="Log prompts and answers. They may be private.")
+    otlp_endpoint: str | None = pydantic.Field(
+        None, description="Where a span of each request is sent, such as http://localhost:4318 [default: nowhere]."
+    )
 
     engine: dict[str, Any] = pydantic.Field({}, description="Options of the engine.")
 
@@ -102,6 +106,8 @@ class ServerConfig(pydantic.BaseModel):
     def _checked(self) -> ServerConfig:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile go together: give both or none")
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
         for name in ("chat_template", "api_key_file", "ssl_certfile", "ssl_keyfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.server.engine_thread import EngineGone
 from jpaged.server.errors import ApiError, unavailable
+from jpaged.server.tracing import note_error
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TOO_SLOW = 408
@@ -30,6 +31,7 @@ class Json(Response):
 
 
 def error_response(error: ApiError) -> Response:
+    note_error(error)
     return Response(error.json(), error.status, error.headers, "application/json")
 
 
@@ -124,6 +126,7 @@ class Events(Response):
             except (ApiError, EngineGone) as failed:  # too late for a status
                 error = failed if isinstance(failed, ApiError) else unavailable(str(failed), "engine_gone")
                 self.on_outcome(error.status)
+                note_error(error)
                 body = b"data: " + error.json() + b"\n\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

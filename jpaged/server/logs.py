@@ -46,7 +46,7 @@ def set_up(level: str, form: str) -> None:
     """Logs go to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
-    for name in ("jpaged.server", "uvicorn", "uvicorn.error"):
+    for name in ("jpaged.server", "uvicorn", "uvicorn.error", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers = [handler] if "." not in name or name == "jpaged.server" else []
         logger.propagate = "." in name and name != "jpaged.server"

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from jpaged import __version__
 from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import RequestOutput
 
@@ -24,6 +36,7 @@ COUNTERS = {
     "num_decode_steps": ("jpaged_decode_steps", "Steps without tokens of prompts"),
     "num_scheduled_tokens": ("jpaged_computed_tokens", "Tokens that steps computed"),
     "num_padded_tokens": ("jpaged_padded_tokens", "Tokens that steps computed only to fill up a shape"),
+    "num_output_tokens": ("jpaged_generated_tokens", "Tokens that steps drew, also those of requests that go on"),
     "num_preemptions": ("jpaged_preemptions", "Sequences that gave way to others"),
     "num_cached_tokens": ("jpaged_prefix_hit_tokens", "Tokens whose KV was found in pages of others"),
     "num_page_copies": ("jpaged_page_copies", "Pages copied as two sequences went on differently in them"),
@@ -31,9 +44,17 @@ COUNTERS = {
     "num_pages_swapped_in": ("jpaged_pages_swapped_in", "Pages brought back from swap space"),
     "num_compiles": ("jpaged_compiles_after_warm_up", "Programs compiled after warm-up"),
 }
+# And what else `reading` finds.
 GAUGES = {
+    "num_running": ("jpaged_sequences_running", "Sequences that hold pages"),
+    "num_waiting": ("jpaged_sequences_waiting", "Sequences that wait for pages or a row"),
+    "max_num_seqs": ("jpaged_sequences_limit", "The most sequences that run at a time"),
+    "num_pages": ("jpaged_pages", "Pages that requests can hold"),
     "num_used_pages": ("jpaged_pages_used", "Pages that requests hold"),
     "num_shared_pages": ("jpaged_pages_shared", "Pages that more than one request holds"),
+    "num_cached_pages": ("jpaged_pages_cached", "Free pages whose contents can be found again"),
+    "num_swapped_pages": ("jpaged_pages_in_swap_space", "Pages in swap space"),
+    "warm_up_seconds": ("jpaged_warm_up_seconds", "How long all programs took to compile, or to be read from disk"),
 }
 
 
@@ -63,6 +84,12 @@ class Metrics:
         self.output_tokens = counter("jpaged_output_tokens", "Tokens of the outputs of finished requests")
         self.refused = counter("jpaged_requests_refused", "Requests that found the queue full")
         self.timeouts = counter("jpaged_requests_timed_out", "Requests that took too long")
+        self.ready = Gauge("jpaged_ready", "Whether requests are served", ["model"], registry=self.registry).labels(
+            **self._labels
+        )
+        self.in_flight = Gauge(
+            "jpaged_http_requests_in_flight", "Requests that are being answered", ["model"], registry=self.registry
+        ).labels(**self._labels)
         self._finished = Counter(
             "jpaged_sequences_finished", "Sequences that ended", ["model", "reason"], registry=self.registry
         )
@@ -74,6 +101,10 @@ class Metrics:
             registry=self.registry,
             buckets=ROWS,
         ).labels(**self._labels)
+        versions = {"version": __version__, "jax": importlib.metadata.version("jax")}
+        build = Info("jpaged_build", "What runs here", ["model"], registry=self.registry).labels(**self._labels)
+        build.info(versions | {"python": platform.python_version()})
+        ProcessCollector(registry=self.registry)
 
     def record(self, output: RequestOutput) -> None:
         """A request has ended."""
@@ -100,14 +131,20 @@ class Metrics:
 
     def text(self, engine: dict[str, float]) -> bytes:
         """All of them, with what `reading` has found of the engine."""
-        families = [_Readings(engine, self._labels)]
-        for family in families:
-            self.registry.register(family)
-        try:
-            return generate_latest(self.registry)
-        finally:
-            for family in families:
-                self.registry.unregister(family)
+        families = [*self.registry.collect(), *_Readings(engine, self._labels).collect()]
+        for family in families:  # when each series began is of no use, and would be as many series again
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        shown = CollectorRegistry()
+        shown.register(_Families(families))
+        return generate_latest(shown)
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]):
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _Readings:
@@ -119,7 +156,7 @@ class _Readings:
     def collect(self) -> Iterable[Metric]:
         kinds: list[tuple[dict[str, tuple[str, str]], Callable[..., Any]]] = [
             (COUNTERS, CounterMetricFamily),
-            (GAUGES | READ, GaugeMetricFamily),
+            (GAUGES, GaugeMetricFamily),
         ]
         for names, kind in kinds:
             for name, (metric, text) in names.items():
@@ -129,16 +166,11 @@ class _Readings:
                     yield family
 
 
-READ = {
-    "num_running": ("jpaged_sequences_running", "Sequences that hold pages"),
-    "num_waiting": ("jpaged_sequences_waiting", "Sequences that wait for pages or a row"),
-    "num_pages": ("jpaged_pages", "Pages that requests can hold"),
-    "num_cached_pages": ("jpaged_pages_cached", "Free pages whose contents can be found again"),
-    "num_swapped_pages": ("jpaged_pages_in_swap_space", "Pages in swap space"),
-}
-
-
 def reading(engine: Engine) -> dict[str, float]:
-    """What the engine says of itself, on its thread."""
+    """What the engine says of itself. It may be in a step meanwhile: each number is right, not their sum."""
     values = {name: value for name, value in asdict(engine.stats).items() if isinstance(value, int | float)}
-    return values | {"num_pages": engine.num_pages}
+    return values | {
+        "num_pages": engine.num_pages,
+        "max_num_seqs": engine.limits.max_num_seqs,
+        "warm_up_seconds": engine.warm_up_seconds,
+    }

@@ -20,6 +20,7 @@ from jpaged.server.errors import ApiError, from_value_error, overloaded, unavail
 from jpaged.server.metrics import Metrics
 from jpaged.server.prompts import EncodedPrompt, Prompts
 from jpaged.server.token_logprobs import TokenTexts
+from jpaged.server.tracing import Tracing, note_streams
 from jpaged.server.watch import Watch
 
 RETRY_AFTER = 5  # seconds, while the server starts or ends
@@ -34,6 +35,8 @@ class Service:
     def __init__(self, config: ServerConfig, build: Any = None):
         self.config = config
         self.metrics = Metrics(config.names[0])
+        self.tracing = Tracing(config) if config.otlp_endpoint else None
+        self.metrics.ready.set_function(lambda: self.is_ready)
         observe = self.metrics.batch_sizes.observe
         self.thread = EngineThread(
             build or (lambda: build_engine(config)),
@@ -155,6 +158,7 @@ class Service:
             yield streams
         finally:
             timer.cancel()
+            note_streams(prompts, sampling, streams)
             for stream in streams:
                 stream.close()
 
@@ -188,6 +192,8 @@ class Service:
         self.thread.fail_all("the server has ended before the request had")
         await asyncio.sleep(0)
         await self.thread.stop()
+        if self.tracing:
+            await asyncio.to_thread(self.tracing.end)
 
 
 def build_engine(config: ServerConfig) -> Engine:

@@ -187,6 +187,12 @@ def test_a_key_is_needed_where_there_are_any(keys, tmp_path, monkeypatch):
             assert live.call("GET", path)[0] == 200
 
 
+def test_metrics_are_given_without_a_key_where_that_is_chosen():
+    with Live(build(random_params()), api_keys=["k"], open_metrics=True) as live:
+        assert live.call("GET", "/metrics")[0] == 200
+        assert live.call("GET", "/v1/models")[0] == 401
+
+
 def test_other_origins_may_not_call_unless_they_are_named():
     ask = {"origin": "http://there", "access-control-request-method": "POST"}
     with Live(build(random_params())) as live:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 from engine_support import reference
 from prometheus_client.parser import text_string_to_metric_families
-from server_support import Live, build, chat_tokenizer, random_params
+from server_support import Live, build, chat_tokenizer, random_params, until
 
 import jpaged
 
@@ -112,8 +115,31 @@ def test_metrics_count_what_was_served():
         assert after["jpaged_batch_sequences_count"] == after["jpaged_steps_total"] > 0
         assert after["jpaged_sequences_running"] == after["jpaged_sequences_waiting"] == after["jpaged_pages_used"] == 0
         assert after["jpaged_pages_cached"] >= 0 and "jpaged_padded_tokens_total" in after
+        assert after["jpaged_generated_tokens_total"] == 20 and after["jpaged_sequences_limit"] == 4
+        assert after["jpaged_ready"] == 1 and after["jpaged_http_requests_in_flight"] == 0
+        assert not [name for name in after if name.endswith("_created")]
         raw = live.call("GET", "/metrics")[2].decode()
+        assert f'jpaged_build_info{{jax="{jax.__version__}",model="tiny",' in raw
         assert 'jpaged_http_responses_total{model="tiny",path="/v1/completions",status="400"} 1.0' in raw
+
+
+def test_metrics_tell_of_a_server_that_does_not_serve_yet_and_of_requests_under_way():
+    with Live(build(random_params())) as live:
+
+        def shows(line: str) -> bool:
+            return line in live.call("GET", "/metrics")[2].decode().splitlines()
+
+        step = live.engine.step
+        live.engine.step = lambda: (time.sleep(0.02), step())[1]
+        asked = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "a", "max_tokens": 20}))
+        asked.start()
+        until(lambda: shows('jpaged_http_requests_in_flight{model="tiny"} 1.0'))
+        asked.join()
+        until(lambda: shows('jpaged_http_requests_in_flight{model="tiny"} 0.0'))
+        live.service.thread.state = "starting"
+        assert shows('jpaged_ready{model="tiny"} 0.0')
+        live.service.thread.state = "ready"
+        assert shows('jpaged_ready{model="tiny"} 1.0')
 
 
 def test_every_endpoint_is_described(live):
