@@ -19,8 +19,6 @@ from jpaged.host.config import EngineConfig
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 OPTIONS = support.LIMITS | {"warm_up": False, "check_integrity": True}
 IDS = [[5, 6, 7], [8, 9], [10] * 20]
 

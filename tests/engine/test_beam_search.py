@@ -11,8 +11,6 @@ import jpaged
 from jpaged.engine.api import _able_to
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PREFIX = [(7 * i * i + 3) % 300 for i in range(30)]
 OPTIONS = {"max_num_beams": 4, "max_num_seqs": 8}
 BEAMS = SamplingParams(num_beams=4, n=4, temperature=0, max_tokens=14, logprobs=True, stop_token_ids=[73, 3, 105])

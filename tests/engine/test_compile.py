@@ -22,8 +22,6 @@ from jpaged.engine.compile import CompiledSteps, LateCompileError, use_compilati
 from jpaged.host.batch import Buckets
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 class Events(list):
     """What JAX says that it does: with the counter of the engine itself, a mistake there would pass."""
