@@ -61,7 +61,7 @@ def assert_same(outputs, stored):
     assert compared >= (len(outputs) - 1) * 64
 
 
-def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts):
+def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts, optimized):
     engine = Engine(
         params,
         max_num_seqs=1,

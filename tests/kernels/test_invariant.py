@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_TOKENS = 150
 # How the queries of the sequence are cut, beside how many other rows, with which pages.
