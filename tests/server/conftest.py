@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / name) for name in ("host", "device", "engine"))]
 support = importlib.import_module("server_support")
 Browser = importlib.import_module("browser").Browser
+FakeServer = importlib.import_module("fake_server").FakeServer
 
 
 @pytest.fixture(scope="session")
@@ -74,3 +75,16 @@ def open_url(browser):
         problems = page.problems
         page.close()
         assert problems == []
+
+
+@pytest.fixture
+def server():
+    """Its engine computes nothing, and its chat says what a test wants."""
+    server = FakeServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def open_page(open_url, server):
+    return lambda name, **view: open_url(f"{server.url}/{name}", **view)
