@@ -1,8 +1,8 @@
 """Measures what the server adds to the engine: `python scripts/bench_server.py [--streams 64] [--rounds 5]`.
 
-A tiny random model, so that a step is short and what HTTP takes of it shows. In each round the same requests are run twice, by
-the engine alone and as streams of `jpaged bench serve` over HTTP, one after the other. The client runs beside the server on the
-same processors: what it takes of them counts as the server's.
+A tiny random model, so that a step is short and what HTTP takes shows. In each round the same requests are run twice:
+by the engine alone, and as streams of `jpaged bench serve` over HTTP. The client runs beside the server on the same
+processors: what it takes of them counts as the server's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from engine_support import CHECKPOINTS
@@ -274,36 +276,44 @@ def process(tmp_path_factory):
         one.stderr.close()
 
 
+@contextlib.contextmanager
+def asking(port: int, num_prompts: int) -> Iterator[http.client.HTTPConnection]:
+    """A connection on which rollouts have been asked for, of which some run."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        sampling = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        body = {"token_ids": [[5, 6]] * num_prompts, "sampling_params": sampling}
+        connection.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
+        until(lambda: 'jpaged_sequences_running{model="tiny"} 2.0' in get(port, "/metrics")[1])
+        yield connection
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
 def test_a_server_that_is_told_to_end_finishes_what_runs_and_exits_with_0(process):
     server, port = process()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    body = {"token_ids": [[5, 6]] * 20, "sampling_params": {"max_tokens": 200, "ignore_eos": True, "temperature": 0}}
-    connection.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
-    time.sleep(0.3)
-    server.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    other = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    other.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
-    assert other.getresponse().status == 503
-    answer = connection.getresponse()
-    outputs = json.loads(answer.read())["outputs"]
-    assert answer.status == 200 and [len(output["token_ids"]) for output in outputs] == [200] * 20
+    with asking(port, 40) as connection:
+        server.send_signal(signal.SIGTERM)
+        until(lambda: get(port, "/ready")[0] == 503)
+        assert get(port, "/health")[0] == 200
+        outputs = json.loads(connection.getresponse().read())["outputs"]
+        assert [len(output["token_ids"]) for output in outputs] == [200] * 40
     assert server.wait(30) == 0
-    connection.close()
-    other.close()
 
 
 def test_what_takes_longer_than_it_is_given_is_failed_when_the_server_ends(process):
     server, port = process("--shutdown-timeout", "0.2")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    body = {"token_ids": [[5, 6]] * 100, "sampling_params": {"max_tokens": 200, "ignore_eos": True}}
-    connection.request("POST", "/v1/generate", json.dumps(body), {"content-type": "application/json"})
-    time.sleep(0.3)
-    server.send_signal(signal.SIGTERM)
-    answer = connection.getresponse()
-    assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "engine_gone"
+    with asking(port, 200) as connection:
+        server.send_signal(signal.SIGTERM)
+        answer = connection.getresponse()
+        assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "engine_gone"
     assert server.wait(30) == 0
-    connection.close()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path):
