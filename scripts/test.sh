@@ -14,4 +14,4 @@ cd "$REPO"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
-exec "$venv/bin/python" -m pytest -n 2 --dist loadgroup "$@"
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -11,6 +11,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# What tests compile they run for milliseconds: without LLVM's optimizations, compiling takes two thirds of the time.
+# XLA's own passes stay, with what they fuse, copy and share. `optimized` is for tests of what LLVM's could change.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
 import jax
@@ -30,6 +33,13 @@ hypothesis.settings.load_profile("jpaged")
 REPO = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: each goes to one worker as a whole, and so all workers end at about the same
+    time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 MANY_MAPS = 20_000  # of the 65,530 areas of memory that Linux gives a process; each compiled program takes a few
 
 
@@ -41,6 +51,15 @@ def few_compiled_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def optimized():
+    """Programs are compiled as users compile them: for tests of bits, and of real models."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

@@ -104,12 +104,15 @@ def test_the_architecture_has_every_module_and_no_other():
 
 @pytest.mark.model
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_the_python_in_the_documents_runs(document, small_model, monkeypatch, tmp_path):
+def test_the_python_in_the_documents_runs(document, small_model, monkeypatch, tmp_path, request):
     monkeypatch.chdir(tmp_path)
+    python = blocks(document.read_text(), "python")
+    if any("deterministic=True" in block for block in python):
+        request.getfixturevalue("optimized")  # what is promised are bits
     # The defaults serve many requests and compile for minutes: what a document leaves open is small here.
     from_options = EngineConfig.from_options
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128}
     monkeypatch.setattr(EngineConfig, "from_options", lambda options: from_options({**small, **options}))
     scope: dict[str, object] = {"__name__": "__document__"}
-    for number, block in enumerate(blocks(document.read_text(), "python")):
+    for number, block in enumerate(python):
         exec(compile(block, f"{document.name}[{number}]", "exec"), scope)

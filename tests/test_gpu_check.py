@@ -206,14 +206,7 @@ def test_tasks_with_one_key_share_a_program():
 # A run with figures
 
 
-@pytest.fixture
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def test_what_is_measured_has_figures(monkeypatch, quick_compilation):
+def test_what_is_measured_has_figures(monkeypatch):
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 3e-3)
     monkeypatch.setattr(timing, "ROTATED_BYTES", 1 << 20)
     monkeypatch.setattr(memory, "MOVED_BYTES", 1 << 16)

@@ -48,6 +48,13 @@ def build(params: Params, **options: Any) -> Engine:
     return Engine(params, **(LIMITS | {"warm_up": False, "check_integrity": True} | options))
 
 
+def of_few_shapes(engine: Engine, decode: int = 1, mixed: int = 1) -> Engine:
+    """The engine with its largest shapes alone, so many of each kind: fewer to compile, where other tests have all."""
+    buckets = engine._buckets
+    engine._buckets = buckets._replace(decode=buckets.decode[-decode:], mixed=buckets.mixed[-mixed:])
+    return engine
+
+
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     """Steps to the end; the finished outputs by request id."""
     finished = {}

@@ -18,8 +18,6 @@ from jpaged.engine.engine import Engine
 from jpaged.host.config import EngineConfig
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PROMPTS = {
     "empty text": ("", "empty.*at least one character"),
     "no token ids": ([], "empty.*at least one token"),

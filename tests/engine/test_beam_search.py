@@ -11,8 +11,6 @@ import jpaged
 from jpaged.engine.api import _able_to
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PREFIX = [(7 * i * i + 3) % 300 for i in range(30)]
 OPTIONS = {"max_num_beams": 4, "max_num_seqs": 8}
 BEAMS = SamplingParams(num_beams=4, n=4, temperature=0, max_tokens=14, logprobs=True, stop_token_ids=[73, 3, 105])
@@ -32,7 +30,7 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def large():
-    return support.build(support.tiny("llama"), **OPTIONS, num_pages=200)
+    return support.of_few_shapes(support.build(support.tiny("llama"), **OPTIONS, num_pages=200), decode=2)
 
 
 def test_scores_are_the_log_probabilities_over_the_length(large):
@@ -49,7 +47,7 @@ def test_scores_are_the_log_probabilities_over_the_length(large):
 def other(request):
     prefix_caching, async_scheduling = request.param
     options = {"prefix_caching": prefix_caching, "async_scheduling": async_scheduling}
-    return support.build(support.tiny("llama"), **OPTIONS, **options, num_pages=200)
+    return support.of_few_shapes(support.build(support.tiny("llama"), **OPTIONS, **options, num_pages=200), decode=2)
 
 
 @pytest.mark.parametrize("num_pages", [199, 40, 32, 27])
@@ -103,7 +101,7 @@ def test_a_search_can_be_aborted_at_any_time(large):
 
 
 def test_generate_builds_an_engine_that_is_wide_enough():
-    options = {**support.LIMITS, "warm_up": False, "num_pages": 100}
+    options = {**support.LIMITS, "max_num_seqs": 8, "warm_up": False, "num_pages": 200}  # the programs of `large`
     output = jpaged.generate(support.tiny("llama"), PREFIX[:9], BEAMS, **options)[0]
     assert len(output.outputs) == 4 and output.finished
 
@@ -188,7 +186,7 @@ def test_options_that_contradict_a_beam_search_are_refused(options, words):
 
 def test_a_search_in_which_nothing_may_follow_ends_with_what_there_is():
     greedy = SamplingParams(temperature=0, max_tokens=4)
-    engine = support.build(support.tiny("llama"), **OPTIONS)
+    engine = support.of_few_shapes(support.build(support.tiny("llama"), **OPTIONS, num_pages=200), decode=2)
     search = SamplingParams(num_beams=2, n=2, temperature=0, max_tokens=4, ignore_eos=True)
     engine.add_request(PREFIX[:5], search, request_id="beams")
     engine.add_request(PREFIX[:5], greedy, request_id="other")
@@ -265,6 +263,7 @@ def test_beams_are_those_of_transformers(name):
     engine = support.build(
         support.tiny(name), max_num_beams=8, max_num_seqs=16, max_num_batched_tokens=32, num_pages=140, page_size=4
     )
+    support.of_few_shapes(engine)
     found = serve(engine, [prompt for prompt, _, _ in cases], [sampling for _, sampling, _ in cases])
     for output, (_, sampling, expected) in zip(found, cases, strict=True):
         assert [sample.token_ids for sample in output.outputs] == [tokens for tokens, _, _ in expected], sampling

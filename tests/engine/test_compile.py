@@ -22,8 +22,6 @@ from jpaged.engine.compile import CompiledSteps, LateCompileError, use_compilati
 from jpaged.host.batch import Buckets
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 class Events(list):
     """What JAX says that it does: with the counter of the engine itself, a mistake there would pass."""
@@ -227,7 +225,7 @@ SECOND_START = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import engine_support as support
-engine = support.build(support.tiny("llama"), warm_up=True, late_compile="error", max_num_seqs=2,
+engine = support.build(support.tiny("llama"), warm_up=True, late_compile="error", max_num_seqs=1,
                        compilation_cache_dir=sys.argv[2] or None)
 tokens = support.tokens(support.serve(engine, [[5, 6, 7], [8, 9]]))
 print(json.dumps([engine.warm_up_compiles, engine.stats.num_compiles, tokens]))
@@ -238,7 +236,8 @@ print(json.dumps([engine.warm_up_compiles, engine.stats.num_compiles, tokens]))
 def test_a_second_start_compiles_nothing(tmp_path, by_option):
     """The cache is the one of the option, or, if the program chose none, that of the user."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    env |= {"JAX_PLATFORMS": "cpu", "JPAGED_CACHE": str(tmp_path / "user"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env["JPAGED_CACHE"] = str(tmp_path / "user")
     command = [sys.executable, "-c", SECOND_START, os.path.dirname(__file__), str(tmp_path / "own") * by_option]
     starts = []
     for _ in range(2):
@@ -303,8 +302,9 @@ def test_the_engine_that_is_kept_does_not_keep_the_weights_alive(no_engines):
 def test_few_engines_are_kept(no_engines):
     params = support.tiny("llama")
     kept = []
-    for num_pages in (17, 18, 19):
-        options = OPTIONS | {"num_pages": num_pages, "warm_up": False}
+    # Engines that differ, and not in what they compile.
+    for differs in ({}, {"prefix_caching": False}, {"async_scheduling": False}):
+        options = OPTIONS | {"warm_up": False} | differs
         jpaged.generate(params, [1, 2], SamplingParams(max_tokens=1), **options)
         kept.append(weakref.ref(next(reversed(api._engines.values()))))
     assert len(api._engines) == api.MAX_ENGINES == 2

@@ -16,7 +16,7 @@ from jpaged.device.params import Params
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deterministic")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 VOCAB = 320
 PROMPT_LENS = (1, 3, 17, 140, 150, 150, 33)
@@ -30,9 +30,9 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.0, "n": 3, "logprobs": True},
     {"temperature": 0, "prompt_logprobs": 4, "logprobs": True},
 ]
-# Engines that compute in other shapes, with other pages, in other orders.
+# Engines that compute in other shapes, with other pages, in other orders. The tests below share their programs.
 ENGINES: dict[str, dict[str, Any]] = {
-    "small pages, four rows": {"page_size": 4, "num_pages": 209},
+    "small pages, four rows": {},
     "pages that divide no block": {
         "page_size": 5,
         "num_pages": 169,
@@ -42,14 +42,21 @@ ENGINES: dict[str, dict[str, Any]] = {
     "large pages, many rows": {"page_size": 32, "max_num_seqs": 12, "max_num_batched_tokens": 32, "num_pages": 85},
 }
 LENGTHS = {"max_model_len": 208, "num_pages": 209}
-OPTIONS = {"deterministic": True, "prompt_logprobs": True, **LENGTHS}
+OPTIONS = {"deterministic": True, "prompt_logprobs": True, "max_num_beams": 3, **LENGTHS}
 
 
 @functools.cache
 def params() -> Params:
-    """The tiny llama, for contexts that attention reads in more than one block."""
+    """The first two layers of the tiny llama, for contexts that attention reads in more than one block."""
     llama = support.tiny("llama")
-    return Params(llama.weights, dataclasses.replace(llama.config, max_position=256), llama.tokenizer)
+    weights = {**llama.weights, "layers": llama.weights["layers"][:2]}
+    return Params(weights, dataclasses.replace(llama.config, num_layers=2, max_position=256), llama.tokenizer)
+
+
+def build(name: str, **options: Any) -> jpaged.Engine:
+    """One of the `ENGINES`, with few shapes: each takes seconds to compile."""
+    engine = support.build(options.pop("params", params()), **(OPTIONS | ENGINES[name] | options))
+    return support.of_few_shapes(engine, decode=2 if name == "large pages, many rows" else 1)
 
 
 def prompts() -> list[list[int]]:
@@ -82,6 +89,7 @@ def bits(output: Any) -> tuple[Any, ...]:
 def alone() -> list[tuple[Any, ...]]:
     """Each request by itself, token after token, its prompt in small chunks."""
     engine = support.build(params(), **OPTIONS, max_num_seqs=3, prefix_caching=False)
+    engine._buckets = engine._buckets._replace(decode=(1, 3))
     each = zip(prompts(), samplings(), strict=True)
     return [bits(support.serve(engine, [prompt], sampling)[0]) for prompt, sampling in each]
 
@@ -107,7 +115,7 @@ def served(engine: jpaged.Engine, draw: random.Random, num_others: int) -> dict[
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_request_has_the_bits_that_it_has_alone_in_any_schedule(name):
-    engine = support.build(params(), **(OPTIONS | ENGINES[name]))
+    engine = build(name)
     preempted = 0
     # What three samples of a long prompt need, and one page more.
     page_size, (prompt, longest) = engine.config.page_size, (150, 150 + 14)
@@ -124,6 +132,7 @@ def test_a_request_has_the_bits_that_it_has_alone_in_any_schedule(name):
 
 def test_without_it_bits_do_depend_on_the_batch():
     engine = support.build(params(), prompt_logprobs=True, **LENGTHS)
+    engine._buckets = engine._buckets._replace(decode=(1, 4))
     each = zip(prompts(), samplings(), strict=True)
     apart = [bits(support.serve(engine, [prompt], sampling)[0]) for prompt, sampling in each]
     found = served(engine, random.Random(1), num_others=4)
@@ -143,10 +152,7 @@ def test_beams_and_sessions_have_the_same_bits_too():
         scores = np.array(session.score(prompt[20:]), np.float64).tobytes()
         return [(sample.token_ids, sample.cumulative_logprob) for sample in output.outputs], scores
 
-    options = OPTIONS | {"max_num_beams": 3}
-    first = told(support.build(params(), **options), 0)
-    others = options | {"page_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-    assert told(support.build(params(), **others), 5) == first
+    assert told(build("large pages, many rows"), 5) == told(build("small pages, four rows"), 0)
 
 
 def test_what_processors_and_structured_texts_draw_has_the_same_bits_too():
@@ -159,8 +165,8 @@ def test_what_processors_and_structured_texts_draw_has_the_same_bits_too():
 
     asked = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=2, structured=Structured(regex="[a-z ]+"))
     found = []
-    for options, others in (({}, 0), ({"page_size": 16, "max_num_batched_tokens": 32}, 5)):
-        engine = support.build(speaking, deterministic=True, logits_processor=shifted, **(LENGTHS | options))
+    for name, others in (("small pages, four rows", 0), ("large pages, many rows", 5)):
+        engine = build(name, params=speaking, logits_processor=shifted)
         for _ in range(others):
             engine.add_request([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True, frequency_penalty=1.0))
         name = engine.add_request(prompts()[3], asked)

@@ -18,8 +18,6 @@ from jpaged.host.request import Request
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import Scheduler
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 MIXED = [
     SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=0.7, top_k=20, seed=2, max_tokens=15, ignore_eos=True),

@@ -9,8 +9,6 @@ import pytest
 
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PROMPTS = [[5, 6, 7], [9] * 20, [11, 12]]
 
 

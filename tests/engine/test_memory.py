@@ -14,8 +14,6 @@ from jpaged.engine import blueprint
 from jpaged.engine.memory import CPU_SHARE, choose_num_pages
 from jpaged.host.config import EngineConfig
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 MIB = 2**20
 
 

@@ -10,8 +10,6 @@ import pytest
 import jpaged
 from jpaged.host.sampling_params import MAX_PROMPT_TOPS, SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 @pytest.fixture(scope="module")
 def scoring():

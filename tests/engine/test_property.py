@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytestmark = pytest.mark.xdist_group("engine")
 
 
 @settings(max_examples=30)

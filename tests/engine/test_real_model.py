@@ -19,7 +19,7 @@ from jpaged.host.request import Request
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import Scheduler
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.xdist_group("real_model")]
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=True)
 NEAR_TIE = 1e-3  # between the best and the second logit
@@ -61,7 +61,7 @@ def assert_same(outputs, stored):
     assert compared >= (len(outputs) - 1) * 64
 
 
-def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts):
+def test_each_prompt_alone_gives_the_stored_tokens(params, stored, prompts, optimized):
     engine = Engine(
         params,
         max_num_seqs=1,

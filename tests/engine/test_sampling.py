@@ -22,8 +22,6 @@ from jpaged.engine.samples import seed_of_sample
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 
-pytestmark = pytest.mark.xdist_group("sampling")
-
 VOCAB = 320
 LENGTH = 64
 NEAR = 1e-4  # of logits

@@ -13,8 +13,6 @@ import workloads
 from jpaged.engine import engine as engine_module
 from jpaged.engine.compile import CompiledSteps
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 NUM_WORKLOADS = 12
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 

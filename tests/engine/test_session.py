@@ -16,8 +16,6 @@ from jpaged.engine.compile import CompiledSteps
 from jpaged.host import page_tables
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 

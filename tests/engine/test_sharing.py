@@ -11,8 +11,6 @@ import jpaged
 from jpaged.engine.samples import seed_of_sample
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PREFIX = [(7 * i * i + 3) % 300 for i in range(30)]
 SAMPLING = SamplingParams(temperature=0.8, top_k=40, seed=5, max_tokens=12, ignore_eos=True, logprobs=True)
 

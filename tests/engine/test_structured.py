@@ -13,8 +13,6 @@ import pytest
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 CODE = Structured(regex="[0-9]{3}-[a-z]{4,9}")
 POINT = Structured(
     json={

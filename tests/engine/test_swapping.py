@@ -14,8 +14,6 @@ from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import BatchPlan
 from jpaged.host.swap_space import Moves
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 SAMPLING = SamplingParams(temperature=0.8, top_k=40, seed=5, max_tokens=12, ignore_eos=True, logprobs=True)
 PROMPTS = [[(7 * i * i + 3 * j) % 300 for i in range(30)] for j in range(6)]
 

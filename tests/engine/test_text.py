@@ -8,8 +8,6 @@ import stored_tokenizers
 
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 NUMBERS = " one two three STOP HERE four five"
 
 

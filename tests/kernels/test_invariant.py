@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_TOKENS = 150
 # How the queries of the sequence are cut, beside how many other rows, with which pages.
@@ -44,7 +44,7 @@ class Sequence:
             pool[page_ids[at // page_size], :, at % page_size] = values
         pools = [jnp.asarray(pool, self.dtype) for pool in pools]
         attend = jax.jit(partial(ragged_paged_attention, **self.options))
-        out, done = [], 0
+        steps, done = [], 0
         for chunk in chunks:
             rows = [(self.q[done : done + chunk], done + chunk)]
             for _ in range(num_others):
@@ -54,15 +54,16 @@ class Sequence:
             order = draw.permutation(len(rows))
             starts = np.cumsum([0, *(len(rows[i][0]) for i in order)]).astype(np.int32)
             queries = np.concatenate([rows[i][0] for i in order])
-            size = 1 << (len(queries) - 1).bit_length()  # few shapes to compile
-            queries = jnp.asarray(np.pad(queries, [(0, size - len(queries)), (0, 0), (0, 0)]), self.dtype)
             tables = np.zeros((len(rows), num_pages + 3 * num_others), np.int32)
             tables[:, :num_pages] = page_ids
             lens = np.array([rows[i][1] for i in order], np.int32)
-            result = np.asarray(attend(queries, *pools, tables, lens, starts))
-            begin = starts[list(order).index(0)]
-            out.append(result[begin : begin + chunk])
+            steps.append((queries, (tables, lens, starts), starts[list(order).index(0)]))
             done += chunk
+        size = max(len(queries) for queries, _, _ in steps)  # one shape to compile for each way
+        out = []
+        for chunk, (queries, batch, begin) in zip(chunks, steps, strict=False):
+            queries = jnp.asarray(np.pad(queries, [(0, size - len(queries)), (0, 0), (0, 0)]), self.dtype)
+            out.append(np.asarray(attend(queries, *pools, *batch))[begin : begin + chunk])
         return np.concatenate(out)
 
     def check(self, ways, first=(16, NUM_TOKENS)) -> None:

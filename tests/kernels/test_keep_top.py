@@ -195,6 +195,7 @@ def test_rows_that_mean_nothing_end_and_do_not_touch_the_others(way):
     np.testing.assert_array_equal(kept[::2], wanted[::2])
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("way", ["xla, few chunks", "triton, small list"])
 def test_a_row_does_not_depend_on_the_others_to_the_last_bit(way):
     boundary = small_search().boundary if "xla" in way else partial(triton_kernel.boundary, interpret=True, **SMALL)

@@ -31,6 +31,7 @@ def test_the_results_of_a_row_do_not_depend_on_the_other_rows_or_the_order(imple
     np.testing.assert_allclose(kernel(q, k_pages, v_pages, tables, lens)[0], together[0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 3), (8, 1)])
 def test_with_a_split_size_a_row_has_the_same_bits_in_any_batch_and_table(group, num_kv_heads, implementation):
     lens = (300, 17, 130, 1, 64, 0, 33, 96, 200)
