@@ -19,6 +19,8 @@ DOCUMENTS = [
 ]
 # Programs that a document may name beside ours: part of every system, or of the development environment.
 PROGRAMS = {"bash", "cd", "git", "pip", "pytest", "ruff", "mypy", "curl"}
+# What docs/serving.md runs a server with.
+PROGRAMS |= {"cp", "docker", "kubectl", "python3", "systemctl", "/opt/jpaged/bin/pip"}
 
 
 def blocks(text: str, language: str) -> list[str]:

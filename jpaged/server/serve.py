@@ -98,22 +98,31 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> int:
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     ending = asyncio.ensure_future(told.wait())
     starting = asyncio.ensure_future(_start(service))
+    crashing = asyncio.ensure_future(_until_crashed(service))
     status = 0
     await asyncio.wait([starting, ending, serving], return_when=asyncio.FIRST_COMPLETED)
     if starting.done() and not starting.result():
         status = 1
     else:
-        await asyncio.wait([ending, serving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([ending, serving, crashing], return_when=asyncio.FIRST_COMPLETED)
+        if crashing.done():  # nothing can be served any more: whoever watches the process starts another
+            log(f"the engine has crashed: {service.thread.error}", logging.ERROR, service.thread.error)
+            status = 1
     await service.end()
     server.should_exit = True
     await serving
-    for task in (starting, ending):
+    for task in (starting, ending, crashing):
         task.cancel()
     log("ended", status=status)
     if service.thread.is_alive:  # it compiles, and Python would crash while it does
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+async def _until_crashed(service: Service) -> None:
+    while service.thread.state != "crashed":
+        await service.thread.changed.wait()
 
 
 async def _start(service: Service) -> bool:

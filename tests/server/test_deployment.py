@@ -13,12 +13,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from server_support import Live, build, random_params
 
-from jpaged.server.app import OPEN
+from jpaged.server.app import GET, OPEN, POST
 from jpaged.server.config import ServerConfig, read_config
 
 REPO = Path(__file__).parents[2]
 DOCKERFILE = (REPO / "Dockerfile").read_text()
 UNIT = (REPO / "configs/jpaged.service").read_text()
+GUIDE = (REPO / "docs/serving.md").read_text()
 BOARD = json.loads((REPO / "configs/grafana.json").read_text())
 FUNCTIONS = {"histogram_quantile", "label_values", "rate", "sum"}
 # The longest that ending takes beside shutdown_timeout: connections, spans, and a step that is under way.
@@ -162,3 +163,26 @@ def test_systemd_waits_longer_than_ending_takes():
     assert int(seconds) >= ServerConfig().shutdown_timeout + ENDING
     assert "KillSignal=SIGTERM" in UNIT and "EnvironmentFile=-" in UNIT
     assert not re.search(r"^MemoryDenyWriteExecute", UNIT, re.MULTILINE)  # XLA runs what it compiles
+
+
+def row_of(name: str) -> str:
+    """What the guide's table says of a key."""
+    field = ServerConfig.model_fields[name]
+    told, shown = re.fullmatch(r"(.*?)(?: \[default: (.*)\])?\.?", field.description).groups()
+    if shown is None and field.default in ([], {}, None, ""):
+        shown = "none"
+    elif shown is None:
+        shown = yaml.safe_dump(field.default).split("\n")[0]
+    return f"| `{name}` | {shown} | {told}. |"
+
+
+def test_the_guide_has_every_key_of_the_file_with_its_default():
+    rows = re.findall(r"^\| `\w+` \| .* \|$", GUIDE, re.MULTILINE)
+    assert rows == [row_of(name) for name in ServerConfig.model_fields]
+
+
+def test_the_guide_has_every_endpoint():
+    table = GUIDE.split("## Endpoints")[1].split("\n\n")[1]
+    named = set(re.findall(r"`((?:GET|POST) /[\w/{}.]*)`", table))
+    there = {f"POST {path}" for path in POST} | {f"GET {path.replace('{id:path}', '{id}')}" for path in GET}
+    assert named == there | {"GET /openapi.json", "GET /dashboard", "GET /chat"}

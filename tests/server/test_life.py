@@ -19,8 +19,10 @@ import pytest
 from engine_support import CHECKPOINTS
 from server_support import Live, build, random_params, until
 
+from jpaged.server import serve
 from jpaged.server.config import ServerConfig
 from jpaged.server.serve import listening
+from jpaged.server.service import Service
 
 BODY = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 SHAPES = [
@@ -320,6 +322,35 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path):
     command = [sys.executable, "scripts/serve.py", "--model", str(tmp_path / "absent"), "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKPOINTS.parents[2], timeout=120)
     assert found.returncode == 1 and "absent" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_process_whose_engine_crashes_answers_who_waits_and_ends_with_1(monkeypatch):
+    engine, told, answers = build(random_params()), [], []
+
+    def broken():
+        raise RuntimeError("the device is gone")
+
+    engine.step = broken
+    monkeypatch.setattr(serve, "Service", lambda config: Service(config, lambda: engine))
+    monkeypatch.setattr(serve, "log", lambda message, *more, **fields: told.append((message, *more)))
+    config = ServerConfig(model="tiny", port=0)
+
+    def ask(port: int) -> None:
+        until(lambda: any(message == "ready" for message, *_ in told))
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(BODY), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        answers.append((answer.status, json.loads(answer.read())["error"]["code"]))
+        connection.close()
+
+    with listening(config) as listener:
+        client = threading.Thread(target=ask, args=(listener.getsockname()[1],))
+        client.start()
+        assert asyncio.run(serve._serve(config, listener)) == 1
+        client.join()
+    assert answers == [(503, "engine_gone")]
+    (crash,) = [more for message, *more in told if message == "the engine has crashed: the device is gone"]
+    assert isinstance(crash[1], RuntimeError) and crash[1].__traceback__ is not None
 
 
 def test_no_part_of_a_stream_waits_for_the_client_to_acknowledge_another():
