@@ -35,4 +35,4 @@ EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["jpaged", "serve", "--host", "0.0.0.0", "--port", "8000"]
+ENTRYPOINT ["jpaged", "serve", "--host", "0.0.0.0", "--port", "8000", "--exit-on-crash"]

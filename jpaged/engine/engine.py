@@ -447,6 +447,7 @@ class Engine:
             batch_tokens=len(flight.batch.positions),
             is_decode=flight.batch.query_starts is None,
             num_output_tokens=num_output_tokens,
+            num_rows=len(flight.plan.rows),
         )
         rows = self._in_flight.plan.rows if self._in_flight else ()
         being_written = sum(request.status is RequestStatus.RUNNING for request, _, _ in rows)

@@ -23,6 +23,7 @@ class EngineStats:
     num_scheduled_tokens: int = 0
     num_padded_tokens: int = 0  # tokens computed only to fill up a batch's shape
     num_output_tokens: int = 0
+    num_rows: int = 0  # sequences in the last step
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens that were not computed, as their KV was found in pages of others
     num_page_copies: int = 0  # pages copied as two sequences went on differently in them
@@ -39,13 +40,16 @@ class EngineStats:
     kv_utilization_samples: int = 0
     kv_utilization_min: float | None = None
 
-    def record_step(self, *, num_tokens: int, batch_tokens: int, is_decode: bool, num_output_tokens: int) -> None:
+    def record_step(
+        self, *, num_tokens: int, batch_tokens: int, is_decode: bool, num_output_tokens: int, num_rows: int = 0
+    ) -> None:
         """Counts a step of `num_tokens` tokens that were padded to `batch_tokens`."""
         self.num_steps += 1
         self.num_decode_steps += is_decode
         self.num_scheduled_tokens += num_tokens
         self.num_padded_tokens += batch_tokens - num_tokens
         self.num_output_tokens += num_output_tokens
+        self.num_rows = num_rows
 
     def record_kv(self, *, num_tokens: int, num_slots: int) -> None:
         """Samples how full the pages are that requests hold: tokens held to slots allocated. To be called after each

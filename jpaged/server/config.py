@@ -71,6 +71,11 @@ class ServerConfig(pydantic.BaseModel):
         30, ge=0, description="Seconds that running requests get to finish when the server is told to end."
     )
 
+    exit_on_crash: bool = pydantic.Field(
+        False,
+        description="End with status 1 when the engine crashes, for a supervisor that does not ask /health, which says "
+        "503 from then on.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field("info", description="What is logged.")
     log_format: Literal["text", "json"] = pydantic.Field("text", description="Lines of text, or of JSON.")
     log_prompts: bool = pydantic.Field(False, description="Log prompts and answers. They may be private.")

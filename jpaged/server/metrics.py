@@ -96,7 +96,7 @@ class Metrics:
         self._answers = Counter("jpaged_http_responses", "Answers", ["model", "path", "status"], registry=self.registry)
         self.batch_sizes = Histogram(
             "jpaged_batch_sequences",
-            "Sequences that run, after each step",
+            "Sequences in a step",
             ["model"],
             registry=self.registry,
             buckets=ROWS,

@@ -105,9 +105,11 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> int:
         status = 1
     else:
         await asyncio.wait([ending, serving, crashing], return_when=asyncio.FIRST_COMPLETED)
-        if crashing.done():  # nothing can be served any more: whoever watches the process starts another
+        if crashing.done():
             log(f"the engine has crashed: {service.thread.error}", logging.ERROR, service.thread.error)
             status = 1
+            if not config.exit_on_crash:  # then /health says so until somebody ends the process
+                await asyncio.wait([ending, serving], return_when=asyncio.FIRST_COMPLETED)
     await service.end()
     server.should_exit = True
     await serving

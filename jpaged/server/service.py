@@ -40,7 +40,7 @@ class Service:
         observe = self.metrics.batch_sizes.observe
         self.thread = EngineThread(
             build or (lambda: build_engine(config)),
-            on_step=lambda engine: observe(engine.stats.num_running),
+            on_step=lambda engine: observe(engine.stats.num_rows),
             on_end=self._on_end,
         )
         self.watch = Watch(self.thread)

@@ -16,6 +16,7 @@ import engine_support
 import jax.numpy as jnp
 import numpy as np
 import openai
+import pytest
 import stored_tokenizers
 
 from jpaged.device.params import Params, weight_shapes
@@ -157,6 +158,15 @@ class Live:
         """Within moments nothing runs and no page is held."""
         until(lambda: not self.engine.has_unfinished_requests() and self.engine.num_free_pages == self.engine.num_pages)
         until(lambda: self.service.thread.num_requests == 0 and self.service.thread.num_sequences == 0)
+
+
+def close(value: Any) -> Any:
+    """To be compared with JSON whose numbers are of another batch: some 1e-6 apart."""
+    if isinstance(value, dict):
+        return {key: close(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [close(one) for one in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
 def until(holds: Any, seconds: float = 30) -> None:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from engine_support import reference
-from server_support import chat_tokenizer, saying
+from server_support import chat_tokenizer, close, saying
 
 PATH = "/v1/completions"
 GREEDY = {"model": "tiny", "temperature": 0}
@@ -32,7 +32,7 @@ def joined(events: list[dict], index: int = 0) -> dict:
 
 
 def same(choice: dict, streamed: dict) -> None:
-    assert {name: choice[name] for name in streamed} == streamed
+    assert {name: choice[name] for name in streamed} == close(streamed)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_the_image_starts_the_server_itself_and_asks_it_where_it_listens():
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE)
     words = json.loads(entry)  # no shell is between, which would keep SIGTERM to itself
     port = port_of_the_image()
-    assert words == ["jpaged", "serve", "--host", "0.0.0.0", "--port", port]
+    assert words == ["jpaged", "serve", "--host", "0.0.0.0", "--port", port, "--exit-on-crash"]
     assert f"http://127.0.0.1:{port}/health" in DOCKERFILE
     assert re.search(r"^VOLUME /cache$", DOCKERFILE, re.MULTILINE) and "JPAGED_CACHE=/cache" in DOCKERFILE
 

@@ -333,7 +333,7 @@ def test_a_process_whose_engine_crashes_answers_who_waits_and_ends_with_1(monkey
     engine.step = broken
     monkeypatch.setattr(serve, "Service", lambda config: Service(config, lambda: engine))
     monkeypatch.setattr(serve, "log", lambda message, *more, **fields: told.append((message, *more)))
-    config = ServerConfig(model="tiny", port=0)
+    config = ServerConfig(model="tiny", port=0, exit_on_crash=True)
 
     def ask(port: int) -> None:
         until(lambda: any(message == "ready" for message, *_ in told))
