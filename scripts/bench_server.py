@@ -85,7 +85,7 @@ def over_http(port: int, streams: int, input_len: int, output_len: int) -> tuple
         )
         if found.returncode:
             raise SystemExit(found.stderr)
-        figures = json.loads(file.read_text())["results"]
+        figures = json.loads(file.read_text())
     return figures["output_throughput"], figures["ttft"]["p50"]
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     sizes = args.streams, args.input_len, args.output_len
     with listening(config) as listener:
         server = HttpServer(service)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
         thread.start()
         while not service.is_ready:
             time.sleep(0.01)

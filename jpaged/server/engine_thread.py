@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -151,8 +152,8 @@ class EngineThread:
         self._engine: Engine | None = None
         self._streams: dict[str, Stream] = {}  # of the loop
         self._served: dict[str, Stream] = {}  # of the thread
-        self._commands: collections.deque[Callable[[], Any]] = collections.deque()
-        self._wake = threading.Condition()
+        # No lock of ours: the loop would wait for it, and then for Python's own, while a step is prepared.
+        self._commands: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._stopping = False
         self._num_requests = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -200,7 +201,7 @@ class EngineThread:
             self._served[stream.request_id] = stream
             self._tell(self._accepted, stream)
 
-        self._command(add)
+        self._commands.put(add)
         return stream
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
@@ -215,7 +216,7 @@ class EngineThread:
             else:
                 self._tell(_settle, answer, found, None)
 
-        self._command(call)
+        self._commands.put(call)
         while not answer.done():
             changed = asyncio.ensure_future(self.changed.wait())
             await asyncio.wait([answer, changed], return_when=asyncio.FIRST_COMPLETED)
@@ -236,7 +237,7 @@ class EngineThread:
                 if self._served.pop(stream.request_id, None) is not None:
                     engine.abort(stream.request_id)
 
-            self._command(abort)
+            self._commands.put(abort)
 
     @property
     def num_requests(self) -> int:
@@ -251,15 +252,10 @@ class EngineThread:
     async def stop(self) -> None:
         """End the thread, after the step that it is in. It may be compiling, and is not waited for then."""
         self._stopping = True
-        self._command(lambda: None)
+        self._commands.put(lambda: None)
         if self.state == "starting":
             return
         await asyncio.to_thread(self._thread.join, 60)
-
-    def _command(self, command: Callable[[], Any]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
 
     def _tell(self, function: Callable[..., Any], *values: Any) -> None:
         """Have the event loop call a function."""
@@ -304,16 +300,13 @@ class EngineThread:
     def _take_commands(self, engine: Engine) -> bool:
         """Does what was asked for; waits while there is nothing to do. False when the thread is to end."""
         while True:
-            with self._wake:
-                while not (self._commands or self._stopping or engine.has_unfinished_requests()):
-                    self._wake.wait()
-                commands, self._commands = self._commands, collections.deque()
+            try:
+                command = self._commands.get(block=not engine.has_unfinished_requests())
+            except queue.Empty:
+                return True
             if self._stopping:
                 return False
-            for command in commands:
-                command()
-            if engine.has_unfinished_requests():
-                return True
+            command()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         news = []
