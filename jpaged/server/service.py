@@ -174,12 +174,11 @@ class Service:
 
     def _give_up(self, streams: Sequence[Stream]) -> None:
         """Fail those of them that go on, as they took too long."""
-        self.metrics.timeouts.inc()
-        for stream in streams:
-            if stream.last is None:
-                seconds = self.config.request_timeout
-                message = f"the request took more than {seconds:g} seconds"
-                stream.fail(ApiError(504, message, kind="timeout_error", code="request_timeout"))
+        going = [stream for stream in streams if stream.last is None]
+        self.metrics.timeouts.inc(bool(going))
+        message = f"the request took more than {self.config.request_timeout:g} seconds"
+        for stream in going:
+            stream.fail(ApiError(504, message, kind="timeout_error", code="request_timeout"))
 
     async def end(self) -> None:
         """Takes no more requests; gives those that run their time, and the others up; ends the engine."""
