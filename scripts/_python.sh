@@ -5,6 +5,7 @@
 #                             makes DIR a virtual environment with jpaged (editable), its EXTRAS ("", "dev", "dev,cuda")
 #                             and the requirements. It is cheap when nothing changed, and repairs what an interrupted
 #                             run left behind: the stamp that says "complete" is written last.
+#   ensure_venv_of DIR FILE   the same with the requirements in FILE, without jpaged
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
@@ -53,15 +54,8 @@ _is_complete() {  # DIR EXTRAS [REQUIREMENT...]
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_stamp "$@")" ] && _is_new_enough "$venv/bin/python"
 }
 
-ensure_venv() {
-  local venv="$1" extras="$2" python target stamp
-  shift 2
-  _is_complete "$venv" "$extras" "$@" && return 0
-  # An environment for development has all that a user's needs.
-  [ $# = 0 ] && _is_complete "$venv" "dev${extras:+,$extras}" && return 0
-  stamp="$venv/jpaged-installed${extras:+-$extras}"
-  rm -f "$stamp"
-
+_new_venv() {  # DIR: an empty environment, unless there is one that works
+  local venv="$1" python
   # Half an environment, one whose Python is gone, and one that was moved are made anew.
   if ! { [ "$(cat "$venv/jpaged-made" 2>/dev/null)" = "$venv" ] && _is_new_enough "$venv/bin/python"; }; then
     python="$(find_python)" || return 1
@@ -75,7 +69,18 @@ ensure_venv() {
     fi
     printf '%s\n' "$venv" >"$venv/jpaged-made"
   fi
+}
 
+ensure_venv() {
+  local venv="$1" extras="$2" target stamp
+  shift 2
+  _is_complete "$venv" "$extras" "$@" && return 0
+  # An environment for development has all that a user's needs.
+  [ $# = 0 ] && _is_complete "$venv" "dev${extras:+,$extras}" && return 0
+  stamp="$venv/jpaged-installed${extras:+-$extras}"
+  rm -f "$stamp"
+
+  _new_venv "$venv" || return 1
   target="$REPO${extras:+[$extras]}"
   say "Installing jpaged${extras:+[$extras]} ${*}"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable "$target" "$@" >&2 || {
@@ -83,6 +88,21 @@ ensure_venv() {
     return 1
   }
   _stamp "$extras" "$@" >"$stamp.$$" && mv -f "$stamp.$$" "$stamp"
+}
+
+ensure_venv_of() {  # DIR FILE: makes DIR an environment with the requirements in FILE, and without jpaged
+  local venv="$1" file="$2" stamp="$1/requirements-installed" wanted
+  wanted="$(cksum <"$file")"
+  [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && _is_new_enough "$venv/bin/python" && return 0
+  rm -f "$stamp"
+  _new_venv "$venv" || return 1
+  say "Installing ${file#"$REPO/"}"
+  # Most of what lies in them is never imported: what is, is compiled then.
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile -r "$file" >&2 || {
+    say "Installing failed. What was installed so far is kept; run the script again to go on."
+    return 1
+  }
+  printf '%s\n' "$wanted" >"$stamp"
 }
 
 cuda_extra() {  # the extra that fits this machine's NVIDIA driver; nothing without one

@@ -31,6 +31,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jpaged")
 
 REPO = Path(__file__).parents[1]
+collect_ignore = ["clients"]  # run by `bash scripts/clients.sh`, in an environment of their own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

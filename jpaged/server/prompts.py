@@ -64,11 +64,15 @@ class Prompts:
             return EncodedPrompt(prompt, to_token_ids(token_ids, self.tokenizer, self.vocab_size)[1])
         return EncodedPrompt(*to_token_ids(prompt, self.tokenizer, self.vocab_size))
 
+    @property
+    def _longest(self) -> str:
+        # OpenAI's words: clients that shorten prompts by themselves look for them.
+        return f"This model's maximum context length is {self.max_model_len} tokens"
+
     def too_long(self, num_tokens: int, where: str = "prompt") -> ApiError:
         return ApiError(
             400,
-            f"{where} has {num_tokens} tokens, but this model's context is {self.max_model_len} tokens, which must "
-            "also hold at least one to generate: shorten it",
+            f"{self._longest}, but {where} has {num_tokens}, and at least one is to be generated: shorten it",
             param=where.split("[")[0],
             code="context_length_exceeded",
         )
@@ -139,8 +143,8 @@ class Prompts:
         if max_tokens is not None and num_tokens + max_tokens > self.max_model_len:
             raise ApiError(
                 400,
-                f"this model's context is {self.max_model_len} tokens, but {num_tokens + max_tokens} were asked for: "
-                f"{num_tokens} in the {param} and max_tokens={max_tokens}; shorten one of them",
+                f"{self._longest}, but {num_tokens + max_tokens} were asked for: {num_tokens} in the {param} and "
+                f"max_tokens={max_tokens}; shorten one of them",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -25,6 +25,24 @@ SAMPLING = (
 ).split()
 _OUTPUTS = "structured_outputs"
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# Of a message, for the description; what its template makes of it decides.
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string", "minLength": 1}},
+    "anyOf": [
+        {
+            "required": ["content"],
+            "properties": {"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}},
+        },
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
+}
 
 
 class Body(pydantic.BaseModel):
@@ -35,7 +53,7 @@ class Body(pydantic.BaseModel):
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Any:
         """From the JSON object that was sent. Raises ApiError that names the key."""
-        given = {key: value for key, value in body.items() if value is not None}
+        given = {key: _integer(value) for key, value in body.items() if value is not None}
         try:
             return cls(**given)
         except pydantic.ValidationError as error:
@@ -44,6 +62,11 @@ class Body(pydantic.BaseModel):
             if first["type"] == "missing":
                 raise ApiError(400, f"{place} is missing", param=place, code="missing_required_parameter") from error
             raise ApiError(400, sentence_of(error), param=place, code="invalid_type") from error
+
+
+def _integer(value: Any) -> Any:
+    """JSON has one kind of numbers: 16.0 is 16, as clients write it that have no integers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class StreamOptions(Body):
@@ -145,7 +168,7 @@ class CompletionRequest(Sampled):
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra={"items": MESSAGE})
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
@@ -164,7 +187,9 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(
+        None, json_schema_extra={"anyOf": [{"type": "array", "items": MESSAGE, "minItems": 1}, {"type": "null"}]}
+    )
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True

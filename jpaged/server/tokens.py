@@ -56,6 +56,7 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
     answer: dict[str, Any] = {"vocab_size": prompts.vocab_size, "max_model_len": prompts.max_model_len}
     tokenizer = prompts.tokenizer
     if tokenizer is not None:
+        answer |= tokenizer.special_tokens  # as in tokenizer_config.json: evaluations read "eos_token" there
         answer |= {
             "tokenizer_vocab_size": tokenizer.vocab_size,
             "special_tokens": tokenizer.special_tokens,

@@ -49,6 +49,7 @@ def test_texts_become_tokens_and_tokens_texts(live):
 def test_the_tokenizer_says_what_it_is(live):
     found = get(live, "/tokenizer_info")
     assert found["vocab_size"] == 49_152 and found["eos_token_ids"] == [2] and found["chat_template"]
+    assert (found["bos_token"], found["eos_token"]) == ("<|im_start|>", "<|im_end|>")
 
 
 def test_the_version_is_that_of_the_package(live):
