@@ -165,6 +165,12 @@ class Service:
     def _check_room(self, num_sequences: int) -> None:
         limits = self.thread.engine.limits
         most = limits.max_num_seqs + self.config.max_waiting
+        if num_sequences > most:  # to try again later would be in vain
+            raise ApiError(
+                400,
+                f"the request has {num_sequences} sequences and this server takes at most {most} at a time",
+                param="n",
+            )
         if self.thread.num_sequences + num_sequences > most:
             self.metrics.refused.inc()
             raise overloaded(
@@ -174,9 +180,10 @@ class Service:
 
     def _give_up(self, streams: Sequence[Stream]) -> None:
         """Fail those of them that go on, as they took too long."""
-        self.metrics.timeouts.inc()
-        for stream in streams:
-            if stream.last is None:
+        going = [stream for stream in streams if stream.last is None]
+        if going:
+            self.metrics.timeouts.inc()
+            for stream in going:
                 seconds = self.config.request_timeout
                 message = f"the request took more than {seconds:g} seconds"
                 stream.fail(ApiError(504, message, kind="timeout_error", code="request_timeout"))
