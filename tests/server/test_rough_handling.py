@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 
 import pytest
 import yaml
-from server_support import Live, build, chat_tokenizer, random_params
+from server_support import Live, build, chat_tokenizer, random_params, until
+from test_life import head
 
 from jpaged.server.config import ServerConfig, read_config
 from jpaged.server.http import dumps
@@ -165,3 +167,14 @@ def test_a_file_that_says_nothing_sensible_is_refused_in_a_sentence(tmp_path, te
 
 def test_a_time_beyond_all_numbers_is_none():
     assert ServerConfig(request_timeout=10**400).request_timeout == float("inf")
+
+
+def test_half_a_body_is_answered_when_the_server_ends(capsys):
+    live = Live(build(random_params()))
+    with live, socket.create_connection(("127.0.0.1", live.port)) as connection:
+        live.server.config.timeout_graceful_shutdown = 0.2
+        connection.sendall(head(100) + b"{")
+        until(lambda: live.service.metrics.in_flight._value.get() == 1)
+        live.server.should_exit = live.service.is_ending = True
+        assert b" 503 " in connection.recv(4096)
+    assert "Traceback" not in capsys.readouterr().err
