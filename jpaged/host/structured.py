@@ -62,7 +62,7 @@ def _schema_text(schema: Any) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"json must be a JSON schema, but the text is not JSON: {error}") from error
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"json must be a JSON schema (an object), got {type(schema).__name__}")

@@ -15,6 +15,8 @@ import tokenizers
 
 from jpaged.host import chat, gguf_tokenizer
 
+# Characters, from which on a text is encoded without holding Python's lock, for other threads to go on meanwhile.
+_LONG_TEXT = 4096
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Decoders under which the text of a token depends on nothing but whether it comes first, so that text can be streamed.
@@ -161,6 +163,8 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"text must be a string, got {type(text).__name__}")
         try:
+            if len(text) > _LONG_TEXT:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             lone = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")

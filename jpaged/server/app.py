@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -32,7 +33,7 @@ from jpaged.server.metrics import reading
 from jpaged.server.openapi import openapi
 from jpaged.server.pages import OPEN_PATHS, page_routes
 from jpaged.server.rollouts import rollouts
-from jpaged.server.service import Service
+from jpaged.server.service import RETRY_AFTER, Service
 from jpaged.server.tokens import detokenize, tokenize, tokenizer_info
 from jpaged.server.tracing import note_error
 
@@ -133,6 +134,10 @@ class Gate:
                     headers={"www-authenticate": "Bearer"},
                 )
                 await error_response(error)(scope, receive, send_on)
+        except asyncio.CancelledError:  # the server ends, and a body was still to come
+            if not self._service.is_ending or status:
+                raise
+            await error_response(unavailable("the server has ended", "ending", RETRY_AFTER))(scope, receive, send_on)
         except Exception as error:  # it was answered with a 500, or the connection broke in the middle
             log("an error that nobody foresaw", logging.ERROR, error)
             note_error(error)

@@ -123,8 +123,8 @@ class _Answer:
         self.service, self.asked, self.prompts = service, asked, [prompt]
         self.tools = tools
         self.sampling = self._sampling()
-        most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        service.prompts.check_fit(prompt, most, "messages")
+        most = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
+        service.prompts.check_fit(prompt, getattr(asked, most), "messages", most)
         self.texts = service.texts(asked.return_tokens_as_token_ids)
         common = {"id": asked.request_id or new_id("chatcmpl"), "created": int(time.time()), "model": model}
         self.base = common | {"object": "chat.completion"}

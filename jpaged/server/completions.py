@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.sampling_params import MAX_PROMPT_TOPS, SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.answers import send
@@ -115,7 +116,15 @@ class _Answer:
         prompt, tokenizer = self.prompts[number], self.service.prompts.tokenizer
         if prompt.text is not None or tokenizer is None:
             return prompt.text or ""
-        return tokenizer.decode(prompt.token_ids, skip_special_tokens=self.sampling.skip_special_tokens)
+        sampling = self.sampling
+        shown = Detokenizer(
+            tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        )
+        text = "".join(map(shown.append, prompt.token_ids))
+        # A character that begins in the prompt is shown by what follows.
+        return text + shown.finish() if self.only_prompt else text
 
     def _logprobs(self, number: int, index: int, part: Part, is_first: bool) -> dict[str, Any]:
         asked = self.asked
@@ -126,7 +135,10 @@ class _Answer:
             tops = [] if self.only_prompt else list(part.top_logprobs or [])
         if is_first:
             tail = () if asked.echo else self.prompts[number].token_ids
-            self.logprobs[index] = CompletionLogprobs(self.texts, self.sampling.skip_special_tokens, tail)
+            sampling = self.sampling
+            self.logprobs[index] = CompletionLogprobs(
+                self.texts, sampling.skip_special_tokens, tail, sampling.spaces_between_special_tokens
+            )
             output = self.streams[number].first
             if asked.echo and output is not None and output.prompt_logprobs is not None:
                 ids, values = output.prompt_token_ids + ids, output.prompt_logprobs + values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -88,7 +89,9 @@ class ServerConfig(pydantic.BaseModel):
     @pydantic.field_validator("request_timeout", "body_timeout", "shutdown_timeout", mode="before")
     @classmethod
     def _real(cls, value: Any) -> Any:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        return float(value) if abs(value) < 1e300 else math.inf
 
     @pydantic.field_validator("api_keys", "served_model_names", "cors_origins", mode="before")
     @classmethod
@@ -100,6 +103,13 @@ class ServerConfig(pydantic.BaseModel):
     def _no_empty(cls, value: list[str]) -> list[str]:
         if any(not text.strip() or not text.isprintable() for text in value):
             raise ValueError("must hold printable texts that are not empty")
+        return value
+
+    @pydantic.field_validator("model", "host")
+    @classmethod
+    def _said(cls, value: str) -> str:
+        if not value.strip() or not value.isprintable():  # an empty host would be all networks
+            raise ValueError(f"must be a printable text that is not empty, got {value!r}")
         return value
 
     @pydantic.field_validator("max_body", "max_schema")
@@ -157,6 +167,8 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
             raise ValueError(f"{path}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}: is nested too deep") from error
         if loaded is None:
             loaded = {}
         if not isinstance(loaded, dict):
@@ -164,9 +176,11 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
                 f"{path}: must hold keys and values, such as 'model: smollm2', got {type(loaded).__name__}"
             )
         try:
-            values = _expanded(loaded, "")
+            values = {key: _expanded(item, f"{key}: ", key in _TEXTS) for key, item in loaded.items()}
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
+        except RecursionError as error:  # an alias of what it stands in
+            raise ValueError(f"{path}: is nested too deep") from error
     overrides = dict(overrides or {})
     engine = overrides.pop("engine", {})
     values |= overrides
@@ -188,18 +202,24 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = key_node.value
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a name", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-def _expanded(value: Any, place: str) -> Any:
+# Keys whose values are texts, whatever they look like: a key of digits, a model named 7.
+_TEXTS = {name for name, field in ServerConfig.model_fields.items() if field.annotation in (str, str | None, list[str])}
+
+
+def _expanded(value: Any, place: str, is_text: bool) -> Any:
     """The value with the environment's variables in it."""
     if isinstance(value, dict):
-        return {key: _expanded(item, f"{place}{key}: ") for key, item in value.items()}
+        return {key: _expanded(item, f"{place}{key}: ", False) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expanded(item, place) for item in value]
+        return [_expanded(item, place, is_text) for item in value]
     if not isinstance(value, str) or "$" not in value:
         return value
 
@@ -212,8 +232,13 @@ def _expanded(value: Any, place: str) -> Any:
         return found
 
     text = _REFERENCE.sub(of, value)
-    # What is one variable alone may be a number; a text with one in it stays a text.
-    return yaml.safe_load(text) if re.fullmatch(r"\$\{\w+(?::-[^}]*)?\}", value) else text
+    # What is one variable alone may be a number, or nothing; a text with one in it stays a text.
+    if not re.fullmatch(r"\$\{\w+(?::-[^}]*)?\}", value) or (is_text and text.strip()):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # it may be secret: it is not quoted
+        raise ValueError(f"{place}the environment's value is no YAML") from None
 
 
 def _check_names(values: Mapping[str, Any], where: str) -> None:

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged.server.errors import ApiError
 from jpaged.server.watch import Watch
 
 STATIC = Path(__file__).parent / "static"
@@ -30,7 +31,7 @@ def page_routes(watch: Watch) -> list[Route]:
             since = math.nan
         if math.isnan(since):
             message = f"since must be a time in seconds, got {request.query_params['since']!r}"
-            return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+            raise ApiError(400, message, param="since")
         text = await watch.state(since)
         return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 

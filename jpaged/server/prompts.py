@@ -17,6 +17,8 @@ from jpaged.server.protocol import ChatRequest, TokenizeRequest
 LONG_TEXT = 4096  # characters, from which on another thread turns them into tokens
 # Placed at the end of a message to find where the template has put its text.
 _MARK = "\u2063jpaged\u2063"
+# What `apply_chat_template` is given beside variables.
+_NOT_VARIABLES = {"self", "messages", "add_generation_prompt"}
 
 
 class EncodedPrompt(NamedTuple):
@@ -53,7 +55,7 @@ class Prompts:
             if not isinstance(one, str) and len(one) >= self.max_model_len and not cut:
                 raise self.too_long(len(one), where)
             try:
-                found.append(await _aside(one, functools.partial(self._encoded, one, add_special_tokens)))
+                found.append(await aside(one, functools.partial(self._encoded, one, add_special_tokens)))
             except ValueError as error:
                 raise _bad(name, f"{where}: {error}") from error
         return found
@@ -80,11 +82,11 @@ class Prompts:
     async def of_chat(self, asked: ChatRequest | TokenizeRequest, tools: list[dict] | None) -> EncodedPrompt:
         """Of messages, by the model's template. Raises ApiError with what the template says of them."""
         messages = asked.messages or []
-        size = sum(len(str(message.get("content", ""))) for message in messages)
+        size = sum(map(len, map(str, messages[:LONG_TEXT]))) + len(messages)
         special = bool(asked.add_special_tokens)
-        text = await _aside(size, lambda: self.chat_text(asked, tools))
+        text = await aside(size, lambda: self.chat_text(asked, tools))
         try:
-            token_ids = await _aside(text, lambda: self._need().encode(text, add_special_tokens=special))
+            token_ids = await aside(text, lambda: self._need().encode(text, add_special_tokens=special))
             return EncodedPrompt(text, to_token_ids(token_ids, self.tokenizer, self.vocab_size)[1])
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
@@ -101,6 +103,8 @@ class Prompts:
                 param="continue_final_message",
             )
         variables: dict[str, Any] = dict(asked.chat_template_kwargs)
+        for name in _NOT_VARIABLES & variables.keys():
+            raise _bad("chat_template_kwargs", f"chat_template_kwargs cannot say {name}: the request does elsewhere")
         if tools:
             variables["tools"] = tools
         try:
@@ -135,8 +139,8 @@ class Prompts:
                 param = "chat_template_kwargs"
             raise ApiError(400, str(error), param=param) from error
 
-    def check_fit(self, prompt: EncodedPrompt, max_tokens: int | None, param: str) -> None:
-        """Raise ApiError for more tokens than the context holds."""
+    def check_fit(self, prompt: EncodedPrompt, max_tokens: int | None, param: str, of_most: str = "max_tokens") -> None:
+        """Raise ApiError for more tokens than the context holds. `of_most`: the key that said `max_tokens`."""
         num_tokens = len(prompt.token_ids)
         if num_tokens >= self.max_model_len:
             raise self.too_long(num_tokens, param)
@@ -144,8 +148,8 @@ class Prompts:
             raise ApiError(
                 400,
                 f"{self._longest}, but {num_tokens + max_tokens} were asked for: {num_tokens} in the {param} and "
-                f"max_tokens={max_tokens}; shorten one of them",
-                param="max_tokens",
+                f"{of_most}={max_tokens}; shorten one of them",
+                param=of_most,
                 code="context_length_exceeded",
             )
 
@@ -155,7 +159,7 @@ class Prompts:
         return self.tokenizer
 
 
-async def _aside[T](size: Any, work: Callable[[], T]) -> T:
+async def aside[T](size: Any, work: Callable[[], T]) -> T:
     """What `work` returns; long texts are worked on in another thread, for others to be served meanwhile."""
     length = size if isinstance(size, int) else len(size)
     return await asyncio.to_thread(work) if length > LONG_TEXT else work()
@@ -175,7 +179,7 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"tool_calls[{index}]: arguments must be JSON, got {_short(arguments)}") from error
         found.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": found}

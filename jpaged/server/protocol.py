@@ -6,12 +6,12 @@ A key that is null counts as not given, and one that nothing here knows is ignor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.sampling_params import MAX_BIASED_IDS, SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.config import ServerConfig, sentence_of
 from jpaged.server.errors import ApiError, from_value_error
@@ -24,6 +24,8 @@ SAMPLING = (
     "length_penalty early_stopping logprobs_mode"
 ).split()
 _OUTPUTS = "structured_outputs"
+# The first wrong item is told: a list of millions of them would take seconds, and gigabytes, to be told of.
+type Listed[T] = Annotated[list[T], pydantic.FailFast()]
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # Of a message, for the description; what its template makes of it decides.
 _TEXT_PART = {
@@ -43,6 +45,13 @@ MESSAGE: dict[str, Any] = {
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
     ],
 }
+
+
+def _few(value: Any) -> Any:
+    """As for lists: not each key of a large object is told of."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_IDS:
+        raise ValueError(f"must have at most {MAX_BIASED_IDS} keys, got {len(value)}")
+    return value
 
 
 class Body(pydantic.BaseModel):
@@ -82,7 +91,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
 
 
@@ -98,11 +107,11 @@ class Sampled(Body):
     best_of: int | None = Field(
         None, ge=1, description="Samples that are drawn, of which the n likeliest are returned."
     )
-    stop: str | list[str] | None = Field(None, description="Texts that end the answer.")
+    stop: str | Listed[str] | None = Field(None, description="Texts that end the answer.")
     seed: int | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, pydantic.BeforeValidator(_few)] = None
     max_tokens: int | None = Field(None, ge=0)
     user: str | None = Field(None, description="Not used.")
     top_k: int | None = Field(None, ge=-1)
@@ -110,23 +119,25 @@ class Sampled(Body):
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
-    allowed_token_ids: list[int] | None = None
-    bad_words: str | list[str] | None = None
+    allowed_token_ids: Listed[int] | None = None
+    bad_words: str | Listed[str] | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     cache_salt: str | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     use_beam_search: bool | None = Field(None, description="A search of best_of (or n) beams; needs temperature 0.")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    structured_outputs: StructuredOutputs | None = Field(None, description="The shape of the text.")
+    structured_outputs: Annotated[StructuredOutputs | None, pydantic.BeforeValidator(_few)] = Field(
+        None, description="The shape of the text."
+    )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
     priority: int = Field(0, description="The lower, the sooner it is served.")
     return_token_ids: bool = Field(False, description="Whether answers have the ids of prompt and text, too.")
@@ -168,12 +179,12 @@ class CompletionRequest(Sampled):
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra={"items": MESSAGE})
+    messages: Listed[dict[str, Any]] = Field(min_length=1, json_schema_extra={"items": MESSAGE})
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = Field(None, description="Whether the prompt begins the assistant's answer.")
@@ -187,7 +198,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(
+    messages: Listed[dict[str, Any]] | None = Field(
         None, json_schema_extra={"anyOf": [{"type": "array", "items": MESSAGE, "minItems": 1}, {"type": "null"}]}
     )
     add_special_tokens: bool | None = None
@@ -195,14 +206,14 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]
     skip_special_tokens: bool = False
 
 
@@ -210,7 +221,7 @@ class GenerateRequest(Body):
     """`POST /v1/generate`: token ids in, token ids and log-probabilities out, for rollout workers."""
 
     model: str | None = None
-    token_ids: list[int] | list[list[int]] = Field(description="A prompt, or several.")
+    token_ids: Listed[int] | Listed[Listed[int]] = Field(description="A prompt, or several.")
     sampling_params: dict[str, Any] = Field({}, description="Fields of jpaged.SamplingParams.")
     stream: bool = False
     priority: int = 0
@@ -269,6 +280,8 @@ def sampling_of(
     stops = given.get("stop") or []
     if not isinstance(stops, str) and len(stops) > config.max_stop:
         raise ApiError(400, f"stop has {len(stops)} strings and at most {config.max_stop} are taken", param="stop")
+    for name in ("stop", "bad_words"):  # the engine's thread makes tables of them, and all others wait
+        check_size(name, given.get(name) or "", int(config.max_schema), name)
     for name in ("n", "best_of"):
         if given.get(name, 1) > config.max_n:
             raise ApiError(400, f"{name} must be at most {config.max_n}, got {given[name]}", param=name)

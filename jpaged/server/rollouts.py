@@ -13,7 +13,7 @@ from starlette.responses import Response
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.engine_thread import Part, Stream, parts_of
-from jpaged.server.errors import ApiError, from_value_error
+from jpaged.server.errors import ApiError
 from jpaged.server.http import Events, Json, dumps, while_there
 from jpaged.server.prompts import EncodedPrompt
 from jpaged.server.protocol import GenerateRequest, check_size
@@ -52,17 +52,21 @@ def _sampling(service: Service, asked: GenerateRequest) -> SamplingParams:
     given = {name: value for name, value in asked.sampling_params.items() if value is not None}
     for name in given:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
+            near = difflib.get_close_matches(name[:100], FIELDS, n=1)
             cure = f"did you mean {near[0]}?" if near else f"they are {', '.join(FIELDS)}"
             raise ApiError(400, f"sampling_params has no {name[:100]!r}: {cure}", param="sampling_params")
     config = service.config
     try:
         if "structured" in given:
-            check_size("structured", given["structured"], int(config.max_schema), "sampling_params")
-            given["structured"] = Structured(**given["structured"])
+            shape = given["structured"]
+            names = set(Structured.__dataclass_fields__)
+            if not isinstance(shape, dict) or not shape.keys() <= names:
+                raise ValueError(f"structured must be an object with one of {', '.join(sorted(names))}")
+            check_size("structured", shape, int(config.max_schema), "sampling_params")
+            given["structured"] = Structured(**shape)
         found = SamplingParams(**{"logprobs": 0, **service.defaults, **given}, detokenize=False)
     except (ValueError, TypeError) as error:
-        raise from_value_error(ValueError(str(error)), dict.fromkeys(FIELDS, "sampling_params")) from error
+        raise ApiError(400, str(error), param="sampling_params") from error
     for name, value, most in (
         ("n", found.n, config.max_n),
         ("best_of", found.best_of or 1, config.max_n),

@@ -165,6 +165,12 @@ class Service:
     def _check_room(self, num_sequences: int) -> None:
         limits = self.thread.engine.limits
         most = limits.max_num_seqs + self.config.max_waiting
+        if num_sequences > most:  # to try again later would be in vain
+            raise ApiError(
+                400,
+                f"the request has {num_sequences} sequences and this server takes at most {most} at a time",
+                param="n",
+            )
         if self.thread.num_sequences + num_sequences > most:
             self.metrics.refused.inc()
             raise overloaded(

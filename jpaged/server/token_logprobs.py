@@ -41,13 +41,22 @@ class CompletionLogprobs:
     begins a character, all of it for the one that ends it. A token that the text does not show is written out.
     """
 
-    def __init__(self, texts: TokenTexts, skip_special_tokens: bool, prompt_tail: Sequence[int] = ()):
+    def __init__(
+        self,
+        texts: TokenTexts,
+        skip_special_tokens: bool,
+        prompt_tail: Sequence[int] = (),
+        spaces_between_special_tokens: bool | None = None,
+    ):
         self._texts = texts
         self._offset = 0
         self._detokenizer = None
         if texts.tokenizer is not None:
             self._detokenizer = Detokenizer(
-                texts.tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
+                texts.tokenizer,
+                skip_special_tokens=skip_special_tokens,
+                prompt_tail=prompt_tail,
+                spaces_between_special_tokens=spaces_between_special_tokens,
             )
         self._skips = skip_special_tokens
 

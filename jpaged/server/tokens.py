@@ -11,6 +11,7 @@ from starlette.responses import Response
 from jpaged.engine.prompt import to_token_ids
 from jpaged.server.errors import ApiError
 from jpaged.server.http import Json
+from jpaged.server.prompts import aside
 from jpaged.server.protocol import DetokenizeRequest, TokenizeRequest
 from jpaged.server.service import Service
 
@@ -43,11 +44,15 @@ async def detokenize(service: Service, request: Request, body: Mapping[str, Any]
     tokenizer = service.prompts.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer")
-    try:
+
+    def decoded() -> str:
         ids = to_token_ids(asked.tokens, tokenizer, service.prompts.vocab_size)[1] if asked.tokens else []
+        return tokenizer.decode(ids, skip_special_tokens=asked.skip_special_tokens)
+
+    try:
+        return Json({"prompt": await aside(asked.tokens, decoded)})
     except ValueError as error:
         raise ApiError(400, f"tokens: {error}", param="tokens") from error
-    return Json({"prompt": tokenizer.decode(ids, skip_special_tokens=asked.skip_special_tokens)})
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
