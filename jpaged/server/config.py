@@ -79,7 +79,9 @@ class ServerConfig(pydantic.BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field("info", description="What is logged.")
     log_format: Literal["text", "json"] = pydantic.Field("text", description="Lines of text, or of JSON.")
-    log_prompts: bool = pydantic.Field(False, description="Log requests, and answers that are not streamed. They may be private.")
+    log_prompts: bool = pydantic.Field(
+        False, description="Log requests, and answers that are not streamed. They may be private."
+    )
     otlp_endpoint: str | None = pydantic.Field(
         None, description="Where a span of each request is sent, such as http://localhost:4318 [default: nowhere]."
     )
