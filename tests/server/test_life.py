@@ -134,6 +134,7 @@ def test_a_full_queue_is_said_with_429():
         assert status == 429 and headers["retry-after"] == "1" and json.loads(raw)["error"]["code"] == "queue_full"
         status, _, _ = live.call("POST", "/v1/completions", BODY | {"stream": True})
         assert status == 429
+        assert live.refused("/v1/completions", BODY | {"n": 6})["param"] == "n"
         for connection in connections:
             connection.close()
         live.assert_idle()
