@@ -174,7 +174,7 @@ class Service:
         if num_sequences > most:  # which no later time would change
             raise ApiError(
                 400,
-                f"the request asks for {num_sequences} sequences, and at most {most} can run and wait here: ask for fewer",
+                f"the request asks for {num_sequences} sequences, and at most {most} can run and wait here",
                 param="n",
             )
         if self.thread.num_sequences + num_sequences > most:
