@@ -67,7 +67,9 @@ class ServerConfig(pydantic.BaseModel):
         1024, ge=0, description="The most sequences that wait for a place; then requests get a 429."
     )
     request_timeout: float = pydantic.Field(600, gt=0, description="Seconds after which a request is given up.")
-    body_timeout: float = pydantic.Field(30, gt=0, description="Seconds within which a body must have come.")
+    body_timeout: float = pydantic.Field(
+        30, gt=0, description="Seconds within which a head must have come, then a body."
+    )
     shutdown_timeout: float = pydantic.Field(
         30, ge=0, description="Seconds that running requests get to finish when the server is told to end."
     )

@@ -133,7 +133,7 @@ class EngineThread:
 
     state: "starting" until `build` has returned, then "ready"; "crashed" when it or a step has raised, which is `error`
     then; "stopped" after `stop`. On the thread, on_step is called after each step, on_end with the last output of each
-    request.
+    request, on_crash with what a step has raised.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class EngineThread:
         build: Callable[[], Engine],
         on_step: Callable[[Engine], None] = lambda engine: None,
         on_end: Callable[[RequestOutput], None] = lambda output: None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
     ):
         self.state = "starting"
         self.error: BaseException | None = None
@@ -148,7 +149,7 @@ class EngineThread:
         self.changed = asyncio.Event()  # the state did
         self.num_sequences = 0  # of all streams that are open
         self._build = build
-        self._on_step, self._on_end = on_step, on_end
+        self._on_step, self._on_end, self._on_crash = on_step, on_end, on_crash
         self._engine: Engine | None = None
         self._streams: dict[str, Stream] = {}  # of the loop
         self._served: dict[str, Stream] = {}  # of the thread
@@ -294,6 +295,8 @@ class EngineThread:
                 self._deliver(outputs)
         except BaseException as error:  # whatever it is, those who wait must hear of it
             self._tell(self._become, "crashed", error)
+            if self._engine is not None:
+                self._on_crash(error)
         else:
             self._tell(self._become, "stopped")
 

@@ -10,8 +10,11 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jpaged.server.app import make_app
 from jpaged.server.config import ServerConfig
@@ -47,6 +50,36 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+class _Protocol(H11Protocol):
+    """Closes connections on which the head of a request does not come in time. (Of bodies, `read_json` sees.)"""
+
+    head_timeout: float
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class HttpServer(uvicorn.Server):
     """Leaves signals alone: what they lead to is decided in `serve`."""
 
@@ -55,7 +88,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service),
-                http="h11",
+                http=type("Protocol", (_Protocol,), {"head_timeout": config.body_timeout}),
                 loop="asyncio",
                 ws="none",
                 lifespan="on",

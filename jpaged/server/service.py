@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from jpaged.host.structured import Structured
 from jpaged.server.config import ServerConfig
 from jpaged.server.engine_thread import EngineGone, EngineThread, Stream
 from jpaged.server.errors import ApiError, from_value_error, overloaded, unavailable
+from jpaged.server.logs import log
 from jpaged.server.metrics import Metrics
 from jpaged.server.prompts import EncodedPrompt, Prompts
 from jpaged.server.token_logprobs import TokenTexts
@@ -42,6 +44,7 @@ class Service:
             build or (lambda: build_engine(config)),
             on_step=lambda engine: observe(engine.stats.num_rows),
             on_end=self._on_end,
+            on_crash=lambda error: log("the engine has crashed", logging.ERROR, error),
         )
         self.watch = Watch(self.thread)
         self.created = int(time.time())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -178,3 +179,37 @@ def test_half_a_body_is_answered_when_the_server_ends(capsys):
         live.server.should_exit = live.service.is_ending = True
         assert b" 503 " in connection.recv(4096)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_half_a_head_that_never_goes_on_is_given_up_and_a_connection_that_is_used_again_is_not():
+    ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    def answered(connection: socket.socket) -> bool:
+        connection.sendall(ask)
+        raw = b""
+        while not raw.endswith(b"}"):
+            raw += (part := connection.recv(4096))
+            assert part, raw
+        return b" 200 " in raw
+
+    with Live(build(random_params()), body_timeout=0.5) as live, contextlib.ExitStack() as stack:
+        silent, half, after_one, kept = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=30)) for _ in range(4)
+        )
+        assert answered(after_one) and answered(kept)
+        half.sendall(ask[:10])
+        after_one.sendall(ask[:10])
+        for connection in (silent, half, after_one):
+            assert connection.recv(4096) == b""
+        assert answered(kept)
+
+
+def test_what_an_engine_broke_on_is_in_the_log(monkeypatch):
+    logged = []
+    monkeypatch.setattr("jpaged.server.service.log", lambda *told: logged.append(told))
+    with Live(build(random_params())) as live:
+        monkeypatch.setattr(live.engine, "step", lambda: 1 / 0)
+        assert live.refused(COMPLETIONS, {"prompt": "a"}, 503)["code"] == "engine_gone"
+        until(lambda: logged)
+    ((message, _, error),) = logged
+    assert "crashed" in message and isinstance(error, ZeroDivisionError)
