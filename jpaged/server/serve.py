@@ -139,7 +139,6 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> int:
     else:
         await asyncio.wait([ending, serving, crashing], return_when=asyncio.FIRST_COMPLETED)
         if crashing.done():
-            log(f"the engine has crashed: {service.thread.error}", logging.ERROR, service.thread.error)
             status = 1
             if not config.exit_on_crash:  # then /health says so until somebody ends the process
                 await asyncio.wait([ending, serving], return_when=asyncio.FIRST_COMPLETED)

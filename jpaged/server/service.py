@@ -44,7 +44,7 @@ class Service:
             build or (lambda: build_engine(config)),
             on_step=lambda engine: observe(engine.stats.num_rows),
             on_end=self._on_end,
-            on_crash=lambda error: log("the engine has crashed", logging.ERROR, error),
+            on_crash=lambda error: log(f"the engine has crashed: {error}", logging.ERROR, error),
         )
         self.watch = Watch(self.thread)
         self.created = int(time.time())

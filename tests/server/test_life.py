@@ -20,6 +20,7 @@ from engine_support import CHECKPOINTS
 from server_support import Live, build, random_params, until
 
 from jpaged.server import serve
+from jpaged.server import service as service_module
 from jpaged.server.config import ServerConfig
 from jpaged.server.serve import listening
 from jpaged.server.service import Service
@@ -333,7 +334,8 @@ def test_a_process_whose_engine_crashes_answers_who_waits_and_ends_with_1(monkey
 
     engine.step = broken
     monkeypatch.setattr(serve, "Service", lambda config: Service(config, lambda: engine))
-    monkeypatch.setattr(serve, "log", lambda message, *more, **fields: told.append((message, *more)))
+    for module in (serve, service_module):
+        monkeypatch.setattr(module, "log", lambda message, *more, **fields: told.append((message, *more)))
     config = ServerConfig(model="tiny", port=0, exit_on_crash=True)
 
     def ask(port: int) -> None:
