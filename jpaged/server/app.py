@@ -84,6 +84,7 @@ def make_app(service: Service) -> ASGIApp:
         )
     handlers: dict[Any, Any] = {ApiError: _told, EngineGone: _told, HTTPException: _told, ClientDisconnect: _told}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers | {Exception: _unforeseen})
+    app.router.redirect_slashes = False  # clients don't follow: they get a 404 that says what is here
     # Outside of Starlette's own, which would answer an error that nobody foresaw before it is logged here.
     wrapped: ASGIApp = app
     for middleware in reversed(outside):
@@ -128,7 +129,9 @@ class Gate:
             else:
                 error = ApiError(
                     401,
-                    "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+                    "the API key is none of this server's"
+                    if b"authorization" in headers
+                    else "this server needs an API key: send it as 'Authorization: Bearer KEY'",
                     kind="authentication_error",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
@@ -154,6 +157,7 @@ class Gate:
                 path=path[:200],
                 status=status,
                 seconds=round(time.perf_counter() - began, 4),
+                **scope.get("jpaged.error", {}),
                 **traced,
             )
             if span is not None:
@@ -197,13 +201,16 @@ def _get(service: Service, handler: Callable) -> Callable[[Request], Awaitable[R
 async def health(service: Service, request: Request) -> Response:
     """Whether the server works, or will when it has started."""
     state = service.thread.state
-    return Json({"status": state}, 200 if state in ("starting", "ready") else 503)
+    return Json({"status": _status(service)}, 200 if state in ("starting", "ready") else 503)
 
 
 async def ready(service: Service, request: Request) -> Response:
     """Whether requests are served now."""
-    status = "ending" if service.is_ending else service.thread.state
-    return Json({"status": status}, 200 if service.is_ready else 503)
+    return Json({"status": _status(service)}, 200 if service.is_ready else 503)
+
+
+def _status(service: Service) -> str:
+    return "ending" if service.is_ending and service.thread.state == "ready" else service.thread.state
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -248,10 +255,15 @@ async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, EngineGone):
         error = unavailable(str(error), "engine_gone")
     if isinstance(error, HTTPException):
-        message = {404: "there is nothing here: /openapi.json lists what is", 405: "not by this method"}
         headers = dict(error.headers or {})
+        message = {
+            404: "there is nothing here: /openapi.json lists what is",
+            405: f"{request.method} is no method of this path: {headers.get('Allow')} is",
+        }
         error = ApiError(error.status_code, message.get(error.status_code, str(error.detail)), headers=headers)
     assert isinstance(error, ApiError)
+    # Not the message: it may quote what was sent.
+    request.scope["jpaged.error"] = {"error": error.error["code"] or error.error["type"], "param": error.error["param"]}
     return error_response(error)
 
 

@@ -39,7 +39,8 @@ async def chats(service: Service, request: Request, body: Mapping[str, Any]) -> 
             raise ApiError(400, f"{key} is not supported: use tools and tool_choice", param=key)
     service.check_ready()
     tools = _Tools(service, asked)
-    prompt = await service.prompts.of_chat(asked, tools.shown)
+    prompt = await service.prompts.of_chat(asked, tools.shown)  # first: its template may have no place for tools
+    tools.check_format()
     if asked.truncate_prompt_tokens is not None:
         prompt = EncodedPrompt(None, prompt.token_ids[-asked.truncate_prompt_tokens :])
     return await send(_Answer(service, asked, model, prompt, tools), request)
@@ -66,16 +67,19 @@ class _Tools:
             schema = forced_schema(tools, choice, asked.parallel_tool_calls)
             # Nobody sees the white space between its parts, of which a weak model may write without end.
             self.structured = Structured(json=schema | {"x-guidance": {"whitespace_flexible": False}})
-        elif self._format is None:
+        elif self._format is not None and self._tokenizer is not None:
+            special = {self._shown(token_id) for token_id in self._tokenizer.special_ids}
+            self.shows_special_tokens = needs_special_tokens(self._format, special)
+
+    def check_format(self) -> None:
+        """Raise ApiError if calls would not be found in what the model writes."""
+        if self.shown is not None and self.structured is None and self._format is None:
             raise ApiError(
                 400,
                 "it is not known how this model writes tool calls: use tool_choice 'required' or name a function, or "
                 "start the server with tool_format",
                 param="tools",
             )
-        elif self._tokenizer is not None:
-            special = {self._shown(token_id) for token_id in self._tokenizer.special_ids}
-            self.shows_special_tokens = needs_special_tokens(self._format, special)
 
     def reader(self, ending_ids: frozenset[int]) -> _Reader | None:
         """For one answer; None if it is text alone."""

@@ -182,14 +182,16 @@ class EngineThread:
         *,
         priority: int = 0,
         as_it_comes: bool = False,
+        name: str = "",
     ) -> Stream:
         """Hand a request to the engine. `accepted` of the stream is done when it is queued; it raises what the engine
         does that refuses it (ValueError), and EngineGone. `news` is set when there is any, for other streams, too.
+        The engine knows the request by a number and its `name`.
         """
         engine = self.engine
         num_samples = max(sampling.best_of or sampling.n, sampling.num_beams)
         self._num_requests += 1
-        stream = Stream(self, f"request-{self._num_requests}", num_samples, as_it_comes, news)
+        stream = Stream(self, f"{self._num_requests}:{name}", num_samples, as_it_comes, news)
         self._streams[stream.request_id] = stream
         self.num_sequences += num_samples
 

@@ -38,7 +38,7 @@ class _Json(logging.Formatter):
 
 def _plain(value: object) -> str:
     """On one line, whatever a client has put into it."""
-    text = str(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if text.isprintable() and " " not in text else json.dumps(text)
 
 

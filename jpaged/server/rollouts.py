@@ -28,6 +28,8 @@ FIELDS = sorted(set(SamplingParams.__dataclass_fields__) - LEFT_OUT)
 
 async def rollouts(service: Service, request: Request, body: Mapping[str, Any]) -> Response:
     asked = GenerateRequest.read(body)
+    for name in sorted(set(FIELDS) & body.keys()):
+        raise ApiError(400, f"{name} belongs into sampling_params", param=name)
     service.check_model(asked.model)
     service.check_ready()
     sampling = _sampling(service, asked)
@@ -51,6 +53,12 @@ async def rollouts(service: Service, request: Request, body: Mapping[str, Any]) 
 def _sampling(service: Service, asked: GenerateRequest) -> SamplingParams:
     given = {name: value for name, value in asked.sampling_params.items() if value is not None}
     for name in given:
+        if name in LEFT_OUT:
+            raise ApiError(
+                400,
+                f"{name} is about texts, of which there are none here: use /v1/completions",
+                param="sampling_params",
+            )
         if name not in FIELDS:
             near = difflib.get_close_matches(name[:100], FIELDS, n=1)
             cure = f"did you mean {near[0]}?" if near else f"they are {', '.join(FIELDS)}"

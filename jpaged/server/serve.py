@@ -120,13 +120,20 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> int:
         if told.is_set():
             log("told to end twice: ending now", logging.WARNING)
             os._exit(128 + number)
-        log("told to end: taking no more requests", signal=signal.Signals(number).name)
+        log(
+            f"told to end: taking no more requests; those that run get {config.shutdown_timeout:g} seconds (a second "
+            "signal ends them now)",
+            signal=signal.Signals(number).name,
+            requests=service.thread.num_requests,
+        )
         told.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.all_api_keys():
+        log(f"whoever reaches {config.host} may ask: no API key is needed", logging.WARNING)
     log("starting", model=config.model, url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     ending = asyncio.ensure_future(told.wait())

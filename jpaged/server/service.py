@@ -18,7 +18,7 @@ from jpaged.host.structured import Structured
 from jpaged.server.config import ServerConfig
 from jpaged.server.engine_thread import EngineGone, EngineThread, Stream
 from jpaged.server.errors import ApiError, from_value_error, overloaded, unavailable
-from jpaged.server.logs import log
+from jpaged.server.logs import log, request_id
 from jpaged.server.metrics import Metrics
 from jpaged.server.prompts import EncodedPrompt, Prompts
 from jpaged.server.token_logprobs import TokenTexts
@@ -150,7 +150,12 @@ class Service:
         try:
             for prompt in prompts:
                 stream = self.thread.submit(
-                    prompt.token_ids, sampling, news, priority=priority, as_it_comes=as_it_comes
+                    prompt.token_ids,
+                    sampling,
+                    news,
+                    priority=priority,
+                    as_it_comes=as_it_comes,
+                    name=request_id.get() or "",
                 )
                 streams.append(stream)
             for stream in streams:
@@ -216,7 +221,9 @@ def build_engine(config: ServerConfig) -> Engine:
     from jpaged.small_model import NAME, small_model_path
 
     path: Any = small_model_path() if config.model == NAME else config.model
-    return Engine(load(path, dtype=config.dtype, revision=config.revision), config.engine_config)
+    params = load(path, dtype=config.dtype, revision=config.revision)
+    log("loaded; compiling what is not in the cache, which takes minutes the first time")
+    return Engine(params, config.engine_config)
 
 
 def _with_template(tokenizer: Any, config: ServerConfig) -> Any:

@@ -196,6 +196,17 @@ def test_a_call_in_the_models_own_words_is_read(parrot):
             assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
 
 
+def test_a_template_without_a_place_for_tools_is_said_before_their_format(live, monkeypatch):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(live.service, "tool_format", None)
+    assert "tool_format" in live.refused(PATH, GREEDY | {"tools": [WEATHER]})["message"]
+    monkeypatch.setattr(live.service.prompts, "tokenizer", chat_tokenizer().with_chat_template(template))
+    for choice in ("auto", "required"):
+        assert (
+            "no place for tools" in live.refused(PATH, GREEDY | {"tools": [WEATHER], "tool_choice": choice})["message"]
+        )
+
+
 def test_what_was_called_and_found_goes_into_the_prompt(live):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo"}'}}
     messages = [

@@ -152,3 +152,15 @@ def test_every_endpoint_is_described(live):
     assert set(found["paths"]) == paths
     names = found["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "tools", "guided_json", "priority"} <= set(names)
+
+
+def test_what_a_rollout_asks_in_the_wrong_place_is_said(live):
+    error = live.refused(GENERATE, {"token_ids": [5], "max_tokens": 3})
+    assert error["param"] == "max_tokens" and "sampling_params" in error["message"]
+    assert "texts" in live.refused(GENERATE, {"token_ids": [5], "sampling_params": {"stop": ["x"]}})["message"]
+
+
+def test_paths_with_a_slash_too_many_are_not_there(live):
+    assert live.call("POST", "/v1/completions/", {"prompt": "a"})[0] == 404
+    status, _, raw = live.call("GET", "/v1/completions")
+    assert status == 405 and "POST is" in json.loads(raw)["error"]["message"]

@@ -472,7 +472,8 @@ async function poll() {
       }
       return RETRY;
     }
-    if (error instanceof ServerError) show("lost", "Error", `${error.message} Trying again.`);
+    if (error instanceof ServerError && error.status === 503 && !/crashed|stopped/.test(error.message)) show("slow", "Not ready", `${error.message}.`);
+    else if (error instanceof ServerError) show("lost", "Error", `${error.message}. Trying again.`);
     else show("lost", "Connection lost", `The server cannot be reached. Trying again every ${RETRY / 1000} seconds.`);
     return RETRY;
   } finally {
