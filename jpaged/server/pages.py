@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.server.errors import ApiError
+from jpaged.server.http import error_response
 from jpaged.server.watch import Watch
 
 STATIC = Path(__file__).parent / "static"
@@ -31,7 +32,7 @@ def page_routes(watch: Watch) -> list[Route]:
             since = math.nan
         if math.isnan(since):
             message = f"since must be a time in seconds, got {request.query_params['since']!r}"
-            raise ApiError(400, message, param="since")
+            return error_response(ApiError(400, message, param="since"))
         text = await watch.state(since)
         return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 

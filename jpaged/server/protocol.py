@@ -288,6 +288,9 @@ def sampling_of(
     if structured is not None:
         given["structured"] = structured
     names = {name: name for name in (*SAMPLING, "logprobs")} | {"num_beams": "best_of" if asked.best_of else "n"}
+    # A shape of the text is named by several keys: of what contradicts it there is one.
+    against = [name for name in ("allowed_token_ids", "ignore_eos", "use_beam_search") if getattr(asked, name)]
+    names |= {"structured": against[0]} if against else {}
     if asked.use_beam_search:
         given["num_beams"] = given.pop("best_of", None) or asked.n
         given.setdefault("temperature", 0.0)

@@ -213,3 +213,12 @@ def test_what_an_engine_broke_on_is_in_the_log(monkeypatch):
         until(lambda: logged)
     ((message, _, error),) = logged
     assert "crashed" in message and isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "more", [{"allowed_token_ids": [5]}, {"ignore_eos": True}, {"use_beam_search": True, "n": 2}], ids=str
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_what_contradicts_a_shape_of_the_text_is_named(live, path, more):
+    error = live.refused(path, {"prompt": "a", "messages": HI, "guided_regex": "[a-z]+", **more})
+    assert error["param"] in more
