@@ -69,12 +69,12 @@ class Stream:
 
     def drain(self) -> list[Part]:
         """What each sample gained since the last call, at most one part a sample. Raises what it failed with."""
+        if self.error is not None:  # first: until it is closed, the request may go on gaining
+            raise self.error
         found: dict[int, Part] = {}
         while self._parts:
             part = self._parts.popleft()
             found[part.index] = found[part.index].then(part) if part.index in found else part
-        if not found and self.error is not None:
-            raise self.error
         return list(found.values())
 
     def close(self) -> None:

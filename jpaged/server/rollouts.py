@@ -28,7 +28,7 @@ FIELDS = sorted(set(SamplingParams.__dataclass_fields__) - LEFT_OUT)
 
 async def rollouts(service: Service, request: Request, body: Mapping[str, Any]) -> Response:
     asked = GenerateRequest.read(body)
-    for name in sorted(set(FIELDS) & body.keys()):
+    for name in (name for name in FIELDS if body.get(name) is not None):
         raise ApiError(400, f"{name} belongs into sampling_params", param=name)
     service.check_model(asked.model)
     service.check_ready()

@@ -19,9 +19,11 @@ import pytest
 from engine_support import CHECKPOINTS
 from server_support import Live, build, random_params, until
 
+from jpaged.host.sampling_params import SamplingParams
 from jpaged.server import serve
 from jpaged.server import service as service_module
 from jpaged.server.config import ServerConfig
+from jpaged.server.engine_thread import EngineGone
 from jpaged.server.serve import listening
 from jpaged.server.service import Service
 
@@ -140,6 +142,23 @@ def test_a_full_queue_is_said_with_429():
             connection.close()
         live.assert_idle()
         assert live.post("/v1/completions", BODY | {"max_tokens": 2})["usage"]["completion_tokens"] == 2
+
+
+def test_what_has_failed_says_so_even_while_it_still_gains(live):
+    async def read() -> None:
+        news = asyncio.Event()
+        stream = live.service.thread.submit(
+            [5, 6], SamplingParams(max_tokens=100, ignore_eos=True), news, as_it_comes=True
+        )
+        try:
+            await news.wait()
+            stream.fail(EngineGone("given up"))
+            with pytest.raises(EngineGone, match="given up"):
+                stream.drain()
+        finally:
+            stream.close()
+
+    asyncio.run_coroutine_threadsafe(read(), live.service.thread.loop).result(60)
 
 
 @pytest.mark.parametrize("stream", [False, True])

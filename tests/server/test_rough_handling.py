@@ -66,10 +66,14 @@ def test_a_shape_of_a_rollout_that_is_none_is_refused_in_our_words(live, shape):
     ids=lambda value: str(value)[:20],
 )
 def test_a_large_body_that_is_all_wrong_is_refused_at_once(live, path, name, value):
-    body = {"prompt": "a", "messages": HI, "token_ids": [5], name: value}
-    began = time.monotonic()
-    assert live.refused(path, body)["param"] == name
-    assert time.monotonic() - began < 1.5  # each of these took 2 seconds and hundreds of megabytes, or more
+    body = {"prompt": "a", "messages": HI, "token_ids": [5], "tokens": [5]}
+    times = [time.monotonic()]
+    live.call("POST", path, body | {"max_tokens": -1, "absent": value})  # as long to read
+    times.append(time.monotonic())
+    assert live.refused(path, body | {name: value})["param"] == name
+    times.append(time.monotonic())
+    # Each of these took 2 seconds and hundreds of megabytes, or more, where to read it takes a tenth of that.
+    assert times[2] - times[1] < max(1.5, 8 * (times[1] - times[0]))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +87,12 @@ def test_a_large_body_that_is_all_wrong_is_refused_at_once(live, path, name, val
 )
 def test_others_are_served_while_a_long_text_is_tokenized(live, path, body):
     answered = threading.Thread(target=live.post, args=(path, body))
-    began, longest = time.monotonic(), 0.0
+    num_served = 0
     answered.start()
     while answered.is_alive():
-        asked = time.monotonic()
         assert live.call("GET", "/health")[0] == 200
-        longest = max(longest, time.monotonic() - asked)
-        time.sleep(0.01)
-    assert longest < max(0.4, (time.monotonic() - began) / 4)
+        num_served += 1
+    assert num_served > 3
 
 
 def test_the_key_that_asked_for_too_much_is_named(live):
