@@ -179,12 +179,6 @@ class Service:
                 f"the request has {num_sequences} sequences and this server takes at most {most} at a time",
                 param="n",
             )
-        if num_sequences > most:  # which no later time would change
-            raise ApiError(
-                400,
-                f"the request asks for {num_sequences} sequences, and at most {most} can run and wait here",
-                param="n",
-            )
         if self.thread.num_sequences + num_sequences > most:
             self.metrics.refused.inc()
             raise overloaded(

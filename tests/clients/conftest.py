@@ -52,6 +52,15 @@ class Server(NamedTuple):
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.read()
 
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """With so much to do that it takes no other request of 40 samples."""
+        body = {"prompt": "A", "n": 40, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        request = urllib.request.Request(f"{self.v1}/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60):
+            yield
+
     def num_running(self) -> float:
         lines = self.get("/metrics").decode().splitlines()
         (value,) = (line.split()[-1] for line in lines if line.startswith("jpaged_sequences_running"))

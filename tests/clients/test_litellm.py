@@ -80,7 +80,7 @@ def test_what_litellm_does_not_know_is_passed_on(asked):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_raised_as_the_exceptions_that_are_meant_for_them(asked, stream):
+def test_errors_are_raised_as_the_exceptions_that_are_meant_for_them(asked, server, stream):
     def error_of(kind: type[Exception], **more: Any) -> Any:
         with pytest.raises(kind) as found:
             litellm.completion(**{"model": "openai/tiny", "messages": HI, "stream": stream} | asked | more)
@@ -90,4 +90,5 @@ def test_errors_are_raised_as_the_exceptions_that_are_meant_for_them(asked, stre
     error_of(litellm.ContextWindowExceededError, max_tokens=5000)
     error_of(litellm.AuthenticationError, api_key="sk-wrong")
     error_of(litellm.NotFoundError, model="openai/absent")
-    error_of(litellm.RateLimitError, n=80)
+    with server.full():
+        error_of(litellm.RateLimitError, n=40)

@@ -149,7 +149,11 @@ test("errors are raised as the exceptions that are meant for them", async () => 
     assert.deepEqual([error.status, error.param, error.type], [400, "temperature", "invalid_request_error"]);
     assert.ok(error.requestID && error.message.includes("temperature"));
     await refused(OpenAI.NotFoundError, { model: "gpt-4o" });
-    await refused(OpenAI.RateLimitError, { n: 80 });
+    const filling = { model: "tiny", prompt: "A", n: 40, max_tokens: 100, ignore_eos: true, stream: true };
+    const filled = await client.completions.create(filling);
+    await refused(OpenAI.RateLimitError, { n: 40 });
+    filled.controller.abort();
+    await untilIdle();
     await refused(OpenAI.AuthenticationError, {}, new OpenAI({ apiKey: "sk-wrong", maxRetries: 0 }));
   }
 });

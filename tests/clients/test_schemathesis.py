@@ -18,7 +18,7 @@ def test_no_request_is_more_than_the_server_can_take(server_of_short_texts: Serv
     command = [
         *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json", "--no-color"),
         *("--header", f"Authorization: Bearer {server.key}", "--phases", "examples,coverage,fuzzing"),
-        *("--exclude-checks", ",".join(LEFT_OUT), "--max-examples", "10", "--max-time", "40"),
+        *("--exclude-checks", ",".join(LEFT_OUT), "--max-examples", "10", "--max-time", "20"),
         *("--request-timeout", "60", "--workers", "4", "--seed", "1"),
     ]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
