@@ -13,6 +13,8 @@ import workloads
 from jpaged.engine import engine as engine_module
 from jpaged.engine.compile import CompiledSteps
 
+pytestmark = pytest.mark.planted
+
 NUM_WORKLOADS = 12
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 

@@ -20,6 +20,8 @@ from jpaged.host.row_table import RowTable
 from jpaged.host.scheduler import Scheduler
 from jpaged.host.swap_space import SwapSpace
 
+pytestmark = pytest.mark.planted
+
 NUM_WORKLOADS = 120
 ACCOUNTS, TOKENS = True, False
 BUGS: dict[str, tuple[bool, Callable[[pytest.MonkeyPatch], None]]] = {}

@@ -14,7 +14,7 @@ from cases import Case, caught, check_decode, check_ragged, decode_case, jitted
 from pallas_kernels import copy_pages, implementation, mosaic_tiles, paged_attention, ragged_paged_attention, write_kv
 from pallas_kernels.paged_attention import mosaic_gpu
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.planted]
 
 DECODE_CASES = [
     decode_case("plain", 130, 17, 33, head_dim=16),
