@@ -42,15 +42,20 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None] | None
 
 
-class CompletionChoice(Answer):
+class Choice(Answer):
+    """What a text and a message have in common."""
+
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
 
 
 class Completion(Answer):
@@ -95,15 +100,9 @@ class Message(Answer):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatChoice(Answer):
-    index: int
+class ChatChoice(Choice):
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: StopReason
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChatCompletion(Answer):

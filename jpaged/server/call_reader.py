@@ -89,7 +89,8 @@ class CallReader:
             yield from self._show()
 
     def _read(self) -> Reading[None]:
-        raise NotImplementedError
+        """The calls in the text, as the format of a subclass has them."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its format is read")
 
     def _take_pieces(self) -> list[Piece]:
         """The pieces so far, parts of one joined."""
