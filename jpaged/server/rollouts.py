@@ -72,7 +72,8 @@ def _sampling(service: Service, asked: GenerateRequest) -> SamplingParams:
                 raise ValueError(f"structured must be an object with one of {', '.join(sorted(names))}")
             check_size("structured", shape, int(config.max_schema), "sampling_params")
             given["structured"] = Structured(**shape)
-        found = SamplingParams(**{"logprobs": 0, **service.defaults, **given}, detokenize=False)
+        defaults = service.defaults if given.get("num_beams", 1) == 1 else {}  # which a beam search would contradict
+        found = SamplingParams(**{"logprobs": 0, **defaults, **given}, detokenize=False)
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), param="sampling_params") from error
     for name, value, most in (

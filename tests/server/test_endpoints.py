@@ -164,3 +164,9 @@ def test_paths_with_a_slash_too_many_are_not_there(live):
     assert live.call("POST", "/v1/completions/", {"prompt": "a"})[0] == 404
     status, _, raw = live.call("GET", "/v1/completions")
     assert status == 405 and "POST is" in json.loads(raw)["error"]["message"]
+
+
+def test_defaults_of_the_model_do_not_contradict_the_beams_of_a_rollout(live, monkeypatch):
+    monkeypatch.setattr(live.service, "defaults", {"top_p": 0.9})
+    asked = {"token_ids": [5], "sampling_params": {"num_beams": 2, "temperature": 0}}
+    assert "max_num_beams" in live.refused(GENERATE, asked)["message"]
