@@ -1,4 +1,4 @@
-"""Owns `RequestOutput`: what the engine tells a caller about a request, after a step or at its end."""
+"""Owns `RequestOutput`: what the engine tells a caller about a request, after a step or at its end, and parts of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ from dataclasses import dataclass
 from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.metrics import Latencies
 from jpaged.host.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a sample, and how the sample stood at its end; the fields are those of `CompletionOutput`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def then(self, other: Part) -> Part:
+        """Both, one after the other."""
+
+        def joined(mine: list | None, others: list | None) -> list | None:
+            return None if mine is None else mine + (others or [])
+
+        return Part(
+            self.index,
+            self.text + other.text,
+            self.token_ids + other.token_ids,
+            joined(self.logprobs, other.logprobs),
+            joined(self.top_logprobs, other.top_logprobs),
+            other.finish_reason,
+            other.stop_reason,
+        )
 
 
 class CompletionOutput:
@@ -38,20 +67,42 @@ class CompletionOutput:
     @property
     def text(self) -> str:
         """The generated text; empty if the model has no tokenizer."""
-        return "" if self._detokenizer is None else self._detokenizer.text[: self._num_chars]
+        return self._text(0)
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each token of `token_ids`, if `SamplingParams.logprobs` asked for it."""
-        return self._request.output_logprobs[: self._num_tokens] if self._request.sampling.returns_logprobs else None
+        return self._logprobs(0)
 
     @property
     def top_logprobs(self) -> list[dict[int, float]] | None:
         """For each token of `token_ids` the likeliest ids in its place and their log-probabilities, best first, as many
         as `SamplingParams.logprobs` says; None if it says 0 or less than that."""
+        return self._top_logprobs(0)
+
+    def part(self, num_tokens: int, num_chars: int) -> Part:
+        """What it has beyond its first tokens and characters. Costs what that is, however long the whole has grown."""
+        return Part(
+            self.index,
+            self._text(num_chars),
+            self._request.output_token_ids[num_tokens : self._num_tokens],
+            self._logprobs(num_tokens),
+            self._top_logprobs(num_tokens),
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+    def _text(self, start: int) -> str:
+        return "" if self._detokenizer is None else self._detokenizer.text_between(start, self._num_chars)
+
+    def _logprobs(self, start: int) -> list[float] | None:
+        request = self._request
+        return request.output_logprobs[start : self._num_tokens] if request.sampling.returns_logprobs else None
+
+    def _top_logprobs(self, start: int) -> list[dict[int, float]] | None:
         if not self._request.sampling.num_top_logprobs:
             return None
-        tops = self._request.output_tops[: self._num_tokens]
+        tops = self._request.output_tops[start : self._num_tokens]
         return [dict(zip(ids.tolist(), logprobs.tolist(), strict=True)) for ids, logprobs in tops]
 
     @property

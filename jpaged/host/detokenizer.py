@@ -76,6 +76,19 @@ class Detokenizer:
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
+    def text_between(self, start: int, stop: int) -> str:
+        """`text[start:stop]`, at the cost of what comes after `start`."""
+        if start == 0:
+            return self.text[:stop]
+        found, end = [], self._num_chars
+        for part in reversed(self._parts):
+            if end <= start:
+                break
+            begin = end - len(part)
+            found.append(part[max(start - begin, 0) : max(stop - begin, 0)])
+            end = begin
+        return "".join(reversed(found))
+
     def append(self, token_id: int) -> str:
         """The text that the next token makes visible. After a stop string: nothing."""
         if self.stop_hit is not None:

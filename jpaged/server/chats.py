@@ -10,10 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.engine.outputs import Part
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.answers import send
-from jpaged.server.engine_thread import Part, Stream
+from jpaged.server.engine_thread import Stream
 from jpaged.server.errors import ApiError
 from jpaged.server.prompts import EncodedPrompt
 from jpaged.server.protocol import ChatRequest, check_size, sampling_of, structure_of

@@ -7,41 +7,11 @@ import collections
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jpaged.engine.engine import Engine
-from jpaged.engine.outputs import CompletionOutput, RequestOutput
+from jpaged.engine.outputs import CompletionOutput, Part, RequestOutput
 from jpaged.host.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a sample of a request gained."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float] | None
-    top_logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-    def then(self, other: Part) -> Part:
-        """Both, one after the other."""
-
-        def joined(mine: list | None, others: list | None) -> list | None:
-            return None if mine is None else mine + (others or [])
-
-        return Part(
-            self.index,
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            joined(self.logprobs, other.logprobs),
-            joined(self.top_logprobs, other.top_logprobs),
-            other.finish_reason,
-            other.stop_reason,
-        )
 
 
 class EngineGone(Exception):
@@ -102,21 +72,11 @@ class Stream:
         num_tokens, num_chars = self._seen.get(sample.index, (0, 0))
         if num_tokens < 0:
             return None  # it has ended
-        token_ids, text = sample.token_ids[num_tokens:], sample.text[num_chars:]
-        if not token_ids and not text and sample.finish_reason is None:
+        part, ended = sample.part(num_tokens, num_chars), sample.finish_reason is not None
+        if not (part.token_ids or part.text or ended):
             return None
-        ended = sample.finish_reason is not None
-        self._seen[sample.index] = (-1, -1) if ended else (num_tokens + len(token_ids), num_chars + len(text))
-        logprobs, tops = sample.logprobs, sample.top_logprobs
-        return Part(
-            sample.index,
-            text,
-            token_ids,
-            None if logprobs is None else logprobs[num_tokens:],
-            None if tops is None else tops[num_tokens:],
-            sample.finish_reason,
-            sample.stop_reason,
-        )
+        self._seen[sample.index] = (-1, -1) if ended else (num_tokens + len(part.token_ids), num_chars + len(part.text))
+        return part
 
     # On the event loop:
 

@@ -17,7 +17,7 @@ from jpaged.server.errors import ApiError, unavailable
 from jpaged.server.tracing import note_error
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-_LINE_BREAKS = "\x85\u2028\u2029"  # those that JSON does not escape
+_LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}  # JSON escapes the others
 TOO_SLOW = 408
 LEFT = 499  # the client did, before it was answered; seen in logs alone
 
@@ -151,6 +151,7 @@ class Events(Response):
 def dumps(value: Any) -> bytes:
     """Compact JSON in UTF-8, on one line also for clients that take all of Unicode's line breaks for one."""
     raw = pydantic_core.to_json(value)
-    for char in _LINE_BREAKS:
-        raw = raw.replace(char.encode(), f"\\u{ord(char):04x}".encode())
+    if not raw.isascii():
+        for char, escaped in _LINE_BREAKS.items():
+            raw = raw.replace(char, escaped)
     return raw

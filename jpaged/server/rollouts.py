@@ -10,9 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.engine.outputs import Part
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
-from jpaged.server.engine_thread import Part, Stream, parts_of
+from jpaged.server.engine_thread import Stream, parts_of
 from jpaged.server.errors import ApiError
 from jpaged.server.http import Events, Json, dumps, while_there
 from jpaged.server.prompts import EncodedPrompt

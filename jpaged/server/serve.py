@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import h11
+import httptools
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged.server.app import make_app
 from jpaged.server.config import ServerConfig
@@ -23,6 +23,7 @@ from jpaged.server.logs import log, set_up
 from jpaged.server.service import Service
 
 MAX_HEADERS = 64 * 1024  # bytes
+_TOO_LONG = f"The head of a request must have at most {MAX_HEADERS} bytes."
 
 
 def serve(config: ServerConfig) -> int:
@@ -50,26 +51,52 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         yield listener
 
 
-class _Protocol(H11Protocol):
-    """Closes connections on which the head of a request does not come in time. (Of bodies, `read_json` sees.)"""
+class _Protocol(HttpToolsProtocol):
+    """Closes connections on which the head of a request does not come in time, and refuses what is too long of all that
+    is no body, which the parser would hold. (Of bodies, `read_json` sees.)
+    """
 
     head_timeout: float
     _timer: asyncio.TimerHandle | None = None
+    _in_head = True  # the next that comes belongs to one
+    _num_held = 0  # bytes that have come since a body went on, or a request was whole
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        self._num_held += len(data)
         super().data_received(data)
+        if self._num_held > MAX_HEADERS and not self.transport.is_closing():
+            self.send_400_response(_TOO_LONG)
         self._watch_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # behind a body they say nothing that is asked for
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS:
+            raise httptools.HttpParserError(_TOO_LONG)  # answered with a 400
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_held = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._num_held = True, 0
+        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_watching()
 
     def _watch_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or not self._in_head:
             self._stop_watching()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.head_timeout, self.transport.close)
@@ -99,7 +126,6 @@ class HttpServer(uvicorn.Server):
                 root_path=config.root_path,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
-                h11_max_incomplete_event_size=MAX_HEADERS,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
             )

@@ -391,3 +391,18 @@ def test_stop_strings_are_compiled_once_for_all_samples():
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="must not be empty"):
         Detokenizer(smollm2(), ["a", ""])
+
+
+@pytest.mark.parametrize("merged_at", [-1, 3, 20])
+def test_a_stretch_of_the_text_is_that_of_the_whole(merged_at):
+    tokenizer = smollm2()
+    detokenizer = Detokenizer(tokenizer)
+    for number, token_id in enumerate(ids_of(tokenizer, "One \U0001f44b two, thirty-three and so on.")):
+        detokenizer.append(token_id)
+        if number == merged_at:
+            assert detokenizer.text  # joins what there is
+        whole = "".join(detokenizer._parts)
+        for start, stop in itertools.combinations_with_replacement(range(1, len(whole) + 1), 2):
+            assert detokenizer.text_between(start, stop) == whole[start:stop]
+        assert detokenizer.text_between(len(whole) + 3, len(whole)) == ""
+    assert detokenizer.text_between(0, 3) == "One"
