@@ -39,6 +39,8 @@ class Group:
     num_unfinished: int
     beams: BeamSearch | None = None
     first_order: int | None = None  # of the search's places in the scheduler's order
+    # What was asked about the tokens of the prompt, when it is known: not to be put together again with each token.
+    prompt_scores: tuple[list[float | None], list[dict[int, float] | None] | None] | None = None
 
     @property
     def num_returned(self) -> int:
@@ -70,13 +72,16 @@ class Group:
 
     def output(self) -> RequestOutput:
         outputs = [CompletionOutput(s.index, s.request, s.detokenizer) for s in self.samples]
-        if self.beams is None and len(outputs) > self.num_returned:  # the best of them
-            outputs.sort(key=attrgetter("cumulative_logprob"), reverse=True)
-        outputs = outputs[: self.num_returned]
-        for index, output in enumerate(outputs):
-            output.index = index
         first = self.samples[0].request
-        scores, tops = self._prompt_scores(first)
+        if len(outputs) > 1:
+            if self.beams is None and len(outputs) > self.num_returned:  # the best of them
+                outputs.sort(key=attrgetter("cumulative_logprob"), reverse=True)
+            outputs = outputs[: self.num_returned]
+            for index, output in enumerate(outputs):
+                output.index = index
+        if self.prompt_scores is None and first.sampling.prompt_logprobs is not None and not first.lacks_scores:
+            self.prompt_scores = self._prompt_scores(first)
+        scores, tops = self.prompt_scores or (None, None)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -92,13 +97,9 @@ class Group:
         )
 
     @staticmethod
-    def _prompt_scores(first: Request) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
-        """What was asked about the tokens of the prompt."""
-        wanted = first.sampling.prompt_logprobs
-        if wanted is None or first.lacks_scores:
-            return None, None
+    def _prompt_scores(first: Request) -> tuple[list[float | None], list[dict[int, float] | None] | None]:
         tops = [dict(zip(ids.tolist(), scores.tolist(), strict=True)) for ids, scores in first.prompt_tops]
-        return [None, *first.prompt_logprobs], [None, *tops] if wanted else None
+        return [None, *first.prompt_logprobs], [None, *tops] if first.sampling.prompt_logprobs else None
 
     def branch(self, scheduler: Scheduler, detokenizer_of: Callable[[Request], Detokenizer | None]) -> bool:
         """Has the beams go on, if all know how they may; True when the search has ended."""
