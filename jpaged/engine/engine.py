@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,7 @@ from jpaged.engine.compile import compile_counter, own_settings, use_compilation
 from jpaged.engine.constraints import Constraints
 from jpaged.engine.group import Group, Sample
 from jpaged.engine.outputs import RequestOutput
-from jpaged.engine.processors import ProcessorError, process
+from jpaged.engine.processors import process
 from jpaged.engine.prompt import Prompt, to_token_ids
 from jpaged.engine.samples import fork_of, samples_of
 from jpaged.engine.session import Session
@@ -36,7 +37,7 @@ from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.limits import Limits
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
-from jpaged.host.request import Request, RequestStatus
+from jpaged.host.request import Request, RequestFailed, RequestStatus
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import BatchPlan, Scheduler
 from jpaged.host.snapshot import snapshot
@@ -50,6 +51,7 @@ class _Flight(NamedTuple):
     sampled: Sampled
     told: Told | None = None  # of adjusted logits
     prompt_tops: tuple[jax.Array, jax.Array] | None = None
+    failures: Sequence[RequestFailed] = ()
 
 
 class Engine:
@@ -108,6 +110,7 @@ class Engine:
         self.stats = EngineStats()
         self._groups: dict[str, Group] = {}
         self._samples: dict[str, Sample] = {}
+        self._failures: list[RequestFailed] = []  # not raised yet
         self._ready: list[RequestOutput] = []  # for the next `step` to return
         self._names = itertools.count()
         self._in_flight: _Flight | None = None  # started before the step before it was read
@@ -224,6 +227,10 @@ class Engine:
         """Compute the next tokens; returns the requests that gained any, or ended. Nothing queued: an empty list.
 
         In front stands what requests gained since the last call in the steps that a `Session` took.
+
+        Raises RequestFailed, a ValueError with a `request_id`, for a request that has ended because what it asked for
+        cannot be gone on with: its `logits_processor` raised, or a grammar has grown too large. Call it again: the
+        others go on, and nothing that they gained is lost.
         """
         self._advance()
         outputs, self._ready = self._ready, []
@@ -231,6 +238,8 @@ class Engine:
 
     def _advance(self, request_id: str | None = None) -> RequestOutput | None:
         """Compute the next tokens; returns what this request gained, if it did. Other outputs are kept for `step`."""
+        if self._failures:
+            raise self._failures.pop(0)
         warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
         began = time.perf_counter()
         try:
@@ -259,8 +268,9 @@ class Engine:
                     del self._groups[group.request_id]
         except BaseException as error:  # Ctrl-C and the alarms of a program come in the middle of anything
             self._start_over()
-            if isinstance(error, ProcessorError):  # it would come again, and nobody get on
-                self.abort(self._samples[error.request.request_id].group.request_id)
+            if isinstance(error, RequestFailed):  # it would come again, and nobody get on
+                error.request_id = self._samples[error.request_id].group.request_id
+                self.abort(error.request_id)
             raise
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
@@ -270,6 +280,12 @@ class Engine:
         if warm:
             # Others compile too, between the steps.
             self.stats.num_compiles += self._compile_counter.compiles - compiles
+        for failed in flight.failures:
+            self.abort(failed.request_id)
+        if flight.failures:
+            self._ready += [output] if output is not None else []
+            self._failures += flight.failures
+            raise self._failures.pop(0)
         return output
 
     def _start_over(self) -> None:
@@ -317,6 +333,7 @@ class Engine:
             elif plan.page_copies:
                 self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
             self._kv_pages, sampled = self._steps(self.weights, self._kv_pages, batch)
+            failures: list[RequestFailed] = []
             # Made while the device computes: masks take the host's time.
             adjustments = pack_adjustments(
                 rows,
@@ -326,6 +343,7 @@ class Engine:
                 self.model_config.vocab_size,
                 ahead=token_ids is not None,
                 with_histories=self.config.logits_processor is not None,
+                failures=failures,
             )
             scores, prompt_tops = sampled.scores, sampled.prompt_tops
             sampled = sampled._replace(scores=None, prompt_tops=None)
@@ -334,7 +352,10 @@ class Engine:
             scores = process(rows, scores, batch.sampling.banned_ids)
             drawn, told = self._steps.adjust(sampled, scores, batch, adjustments, token_ids)
             sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-        return _Flight(plan._replace(rows=rows), batch, sampled, told, prompt_tops)
+        for failed in failures:  # known to the caller by the name of all its samples
+            failed.request_id = self._samples[failed.request_id].group.request_id
+        failures = list({failed.request_id: failed for failed in failures}.values())
+        return _Flight(plan._replace(rows=rows), batch, sampled, told, prompt_tops, failures)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request. What it gained and `step`
@@ -367,7 +388,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
-        return self._scheduler.has_unfinished or bool(self._ready)
+        return self._scheduler.has_unfinished or bool(self._ready) or bool(self._failures)
 
     def snapshot(self) -> dict[str, Any]:
         """What the pool and the unfinished requests look like now, in plain JSON types and without any text: see

@@ -9,21 +9,13 @@ import numpy as np
 
 from jpaged.device.sampler import NEVER, Scores
 from jpaged.host.decode_rows import Row
-from jpaged.host.request import Request
-
-
-class ProcessorError(ValueError):
-    """What a request's `logits_processor` raised or returned cannot be gone on with."""
-
-    def __init__(self, request: Request, complaint: str):
-        super().__init__(f"the logits_processor of request {request.request_id!r} {complaint}")
-        self.request = request
+from jpaged.host.request import Request, RequestFailed
 
 
 def process(rows: Sequence[Row], scores: Scores, banned_ids: np.ndarray) -> Scores:
     """The scores with those rows replaced that have a `SamplingParams.logits_processor`.
 
-    Raises ProcessorError, from what the function raised.
+    Raises RequestFailed, from what the function raised.
     """
     called = [
         (index, request)
@@ -50,10 +42,14 @@ def _call(request: Request, logits: np.ndarray) -> np.ndarray:
     try:
         processed = np.asarray(request.sampling.logits_processor(request.tokens(0, request.num_tokens), logits))
     except Exception as error:
-        raise ProcessorError(request, f"raised {type(error).__name__}: {error}") from error
+        raise _failed(request, f"raised {type(error).__name__}: {error}") from error
     if processed.shape != (vocab,) or processed.dtype.kind not in "fiu":
         kind = f"{processed.dtype} of shape {processed.shape}"
-        raise ProcessorError(request, f"must return {vocab} numbers, got {kind}")
+        raise _failed(request, f"must return {vocab} numbers, got {kind}")
     if np.isnan(processed).any() or not (processed > -np.inf).any():
-        raise ProcessorError(request, "must return numbers, none of them NaN and not all of them -inf")
+        raise _failed(request, "must return numbers, none of them NaN and not all of them -inf")
     return processed
+
+
+def _failed(request: Request, complaint: str) -> RequestFailed:
+    return RequestFailed(request.request_id, f"the logits_processor of request {request.request_id!r} {complaint}")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .decode_rows import Row
+from .request import RequestFailed
 from .row_table import ADJUSTED, BIASED, MASKED, PENALIZED, RowTable
 from .sampling_params import MAX_BIASED_IDS
 
@@ -52,10 +53,12 @@ def pack_adjustments(
     *,
     ahead: bool = False,
     with_histories: bool = False,
+    failures: list[RequestFailed],
 ) -> Adjustments | None:
     """The adjustments of a batch's rows, in its order; None if no row asks for anything.
 
-    `ahead`: as for `pack`; the caller puts in `last_ids`. `with_histories`: all rows ask for their tokens.
+    `ahead`: as for `pack`; the caller puts in `last_ids`. `with_histories`: all rows ask for their tokens. `failures`
+    gets what is found of requests that cannot go on; what is drawn for them means nothing.
     """
     if not with_histories and not table.kinds.any():
         return None  # as in most steps, of which this must not cost anything
@@ -91,7 +94,11 @@ def pack_adjustments(
             packed.bias[index, :num_biased] = list(sampling.logit_bias.values())
         if kind & MASKED and end >= request.num_tokens:  # else nothing is drawn yet
             assert request.constraint is not None and packed.masks is not None
-            request.constraint.fill(packed.masks[index], request.output_token_ids, ahead)
+            try:
+                request.constraint.fill(packed.masks[index], request.output_token_ids, ahead)
+            except ValueError as error:
+                packed.masks[index] = 2**32 - 1
+                failures.append(RequestFailed(request.request_id, str(error)))
     return packed._replace(
         history=history,
         bias_ids=packed.bias_ids if biased else None,

@@ -15,7 +15,7 @@ class Matcher(Protocol):
         """Makes these all of its tokens."""
 
     def fill(self, mask: np.ndarray) -> None:
-        """Sets the bits of the ids that may follow."""
+        """Sets the bits of the ids that may follow. Raises ValueError if that cannot be told."""
 
     def fork(self) -> Matcher:
         """Another one that has the same tokens."""
@@ -56,7 +56,7 @@ class Constraint:
 
     def fill(self, mask: np.ndarray, token_ids: Sequence[int], ahead: bool = False) -> None:
         """Writes the mask for the token after the output so far. `ahead`: one more token is being drawn, and does not
-        matter to this one."""
+        matter to this one. Raises ValueError if the matcher does."""
         assert not (ahead and (self._bad_words or self._matcher)), "the tokens before are not known yet"
         mask[:] = self._allowed
         if self._matcher is not None:

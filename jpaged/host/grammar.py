@@ -45,12 +45,15 @@ class Grammars:
     def _compile(self, structured: Structured) -> GrammarMatcher:
         name, source = _grammar_of(structured)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
-        found = GrammarMatcher(matcher)
+        found = GrammarMatcher(matcher, name)
         if matcher.is_error():
             raise ValueError(f"{name} cannot be followed: {_first_lines(matcher.get_error())}")
         mask = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        found.fill(mask)
-        if matcher.is_error() or not mask.any():
+        try:
+            found.fill(mask)
+        except ValueError:
+            mask[:] = 0
+        if not mask.any():
             raise ValueError(f"{name} cannot be met by any text of this model: {_shown(structured)}")
         return found
 
@@ -58,12 +61,13 @@ class Grammars:
 class GrammarMatcher:
     """Follows one text."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int = 0):
+    def __init__(self, matcher: llguidance.LLMatcher, name: str, num_tokens: int = 0):
         self._matcher = matcher
+        self._name = name
         self._num_tokens = num_tokens
 
     def fork(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._num_tokens)
+        return GrammarMatcher(self._matcher.deep_copy(), self._name, self._num_tokens)
 
     def follow(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < self._num_tokens:  # an interruption took some back
@@ -74,7 +78,13 @@ class GrammarMatcher:
             self._num_tokens += 1
 
     def fill(self, mask: np.ndarray) -> None:
+        """Raises ValueError if the grammar has grown too large to be followed: that shows in the middle of a text."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise ValueError(
+                f"{self._name} cannot be followed beyond {self._num_tokens} tokens: "
+                f"{_first_lines(self._matcher.get_error())}"
+            )
 
 
 class _Vocabulary:
@@ -116,5 +126,6 @@ def _shown(structured: Structured) -> str:
 
 
 def _first_lines(message: str) -> str:
+    message, _, _ = message.partition("<state>")  # of no use to who asked, and it quotes the text
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:4])[:400] or "no reason was given"

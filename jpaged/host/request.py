@@ -35,6 +35,14 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class RequestFailed(ValueError):
+    """What a request asked for cannot be gone on with: it has ended, and others go on."""
+
+    def __init__(self, request_id: str, message: str):
+        super().__init__(message)
+        self.request_id = request_id
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """What was asked, what has been generated, and what of it lies in KV memory.

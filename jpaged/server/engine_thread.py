@@ -11,6 +11,7 @@ from typing import Any
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import CompletionOutput, Part, RequestOutput
+from jpaged.host.request import RequestFailed
 from jpaged.host.sampling_params import SamplingParams
 
 
@@ -252,7 +253,13 @@ class EngineThread:
             engine = self._engine = self._build()
             self._tell(self._become, "ready")
             while self._take_commands(engine):
-                outputs = engine.step()
+                try:
+                    outputs = engine.step()
+                except RequestFailed as error:  # one of them; with the next step the others go on
+                    stream = self._served.pop(error.request_id, None)
+                    if stream is not None:
+                        self._tell(self._refused, stream, error)
+                    continue
                 self._on_step(engine)
                 self._deliver(outputs)
         except BaseException as error:  # whatever it is, those who wait must hear of it

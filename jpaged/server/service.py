@@ -13,6 +13,7 @@ from typing import Any
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.outputs import RequestOutput
+from jpaged.host.request import RequestFailed
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 from jpaged.server.config import ServerConfig
@@ -163,7 +164,10 @@ class Service:
                     await stream.accepted
                 except ValueError as error:
                     raise from_value_error(error, known) from error
-            yield streams
+            try:
+                yield streams
+            except RequestFailed as error:
+                raise from_value_error(error, known) from error
         finally:
             timer.cancel()
             note_streams(prompts, sampling, streams)

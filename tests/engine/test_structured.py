@@ -10,6 +10,7 @@ import engine_support as support
 import jax
 import pytest
 
+from jpaged.host.request import RequestFailed
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 
@@ -83,6 +84,22 @@ def test_a_structure_that_nothing_can_have_is_refused_and_others_go_on(parrot):
         parrot.add_request("Go", draw(Structured(regex="((")))
     finished = support.finish(parrot)
     assert re.fullmatch(CODE.regex, finished[running].outputs[0].text)
+
+
+def test_a_grammar_that_grows_too_large_ends_its_request_and_no_other(parrot):
+    expected = texts(support.serve(parrot, ["Go"], draw()))
+    running = parrot.add_request("Go", draw())
+    too_large = [parrot.add_request("Go", draw(Structured(regex="a{1000000}"), n=n)) for n in (1, 2)]
+    failed, finished = [], {}
+    while parrot.has_unfinished_requests():
+        try:
+            finished |= {output.request_id: output for output in parrot.step() if output.finished}
+        except RequestFailed as error:
+            assert re.match("regex cannot be followed beyond [0-9]+ tokens: [^<]+$", str(error)), error
+            failed.append(error.request_id)
+    assert sorted(failed) == sorted(too_large)
+    assert list(finished) == [running] and texts(finished.values()) == expected
+    support.assert_idle(parrot)
 
 
 def test_preemption_and_interruptions_do_not_change_a_structured_text(parrot, monkeypatch):

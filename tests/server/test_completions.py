@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -227,6 +228,16 @@ def test_structured_texts_have_their_shape(live):
         0
     ]
     assert len(choice["text"]) == 3 and set(choice["text"]) <= {"a", "b"}
+
+
+def test_a_grammar_that_grows_too_large_fails_its_request_alone(live):
+    body = {"prompt": "x", "max_tokens": 20, "guided_regex": "a{1000000}"}
+    error = live.refused(PATH, body)
+    assert error["param"] == "guided_regex" and error["message"].startswith("regex cannot be followed beyond")
+    status, _, raw = live.call("POST", PATH, body | {"stream": True})
+    last = json.loads(raw.decode().split("\n\n")[-2].removeprefix("data: "))
+    assert status == 200 and last == {"error": error}
+    assert live.post(PATH, {"prompt": "x", "max_tokens": 2})["choices"]
 
 
 def test_the_longest_prompt_has_one_token_to_follow(live):
