@@ -203,11 +203,9 @@ class SamplingParams:
             fail("early_stopping", "True, False or 'never'")
         if self.num_beams > 1:
             self._check_beams()
-        elif (self.length_penalty, self.early_stopping) != (1.0, False):
-            raise ValueError(
-                f"length_penalty ({self.length_penalty}) and early_stopping ({self.early_stopping!r}) are of a beam "
-                "search: set num_beams above 1"
-            )
+        for name, off in {"length_penalty": 1.0, "early_stopping": False}.items():
+            if self.num_beams == 1 and getattr(self, name) != off:
+                raise ValueError(f"{name}={getattr(self, name)!r} is of a beam search: set num_beams above 1")
         # Very small temperatures overflow logits / temperature; the draw is the greedy one long before that.
         if self.temperature < 1e-4:
             object.__setattr__(self, "temperature", 0.0)

@@ -48,6 +48,10 @@ class Stream:
             found[part.index] = found[part.index].then(part) if part.index in found else part
         return list(found.values())
 
+    @property
+    def was_accepted(self) -> bool:
+        return self.accepted.done() and not self.accepted.cancelled() and self.accepted.exception() is None
+
     def close(self) -> None:
         """End the request, if it goes on."""
         self._thread.forget(self)

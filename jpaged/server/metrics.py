@@ -126,6 +126,10 @@ class Metrics:
             for gap in times.itl:
                 self.itl.observe(gap)
 
+    def record_abort(self, num_samples: int) -> None:
+        """A request was given up: its client has left, or it took too long."""
+        self._finished.labels(reason="abort", **self._labels).inc(num_samples)
+
     def record_answer(self, path: str, status: int) -> None:
         self._answers.labels(path=path, status=str(status), **self._labels).inc()
 

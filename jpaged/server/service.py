@@ -172,6 +172,8 @@ class Service:
             timer.cancel()
             note_streams(prompts, sampling, streams)
             for stream in streams:
+                if stream.last is None and stream.was_accepted:
+                    self.metrics.record_abort(stream.num_samples)
                 stream.close()
 
     def _check_room(self, num_sequences: int) -> None:

@@ -67,9 +67,15 @@ def slow(live):
     del engine.step
 
 
+def num_aborted(live: Live) -> float:
+    labels = {"model": live.service.config.names[0], "reason": "abort"}
+    return live.service.metrics.registry.get_sample_value("jpaged_sequences_finished_total", labels) or 0
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_a_client_that_leaves_takes_its_work_with_it(slow, shape, tokens):
+    before = num_aborted(slow)
     connection = send(slow, BODY | shape)
     until(lambda: slow.service.thread.num_requests > 0)
     if tokens and shape.get("stream"):
@@ -78,6 +84,9 @@ def test_a_client_that_leaves_takes_its_work_with_it(slow, shape, tokens):
             read += connection.recv(4096)
     connection.close()
     until(lambda: slow.service.thread.num_requests == 0)
+    if tokens and shape.get("stream"):
+        prompts = shape.get("prompt", "a")
+        assert num_aborted(slow) - before == shape.get("n", 1) * len(prompts)
     steps = slow.slow_steps
     slow.assert_idle()
     assert slow.slow_steps - steps <= 2
