@@ -28,6 +28,7 @@ from jpaged.host.sampling_params import MAX_BANNED_IDS
 from jpaged.models.config import ModelConfig
 
 log = logging.getLogger("jpaged")
+TELL_EVERY = 10  # seconds, while all wait for programs
 
 Step = tuple[int, int, bool]  # tokens, rows, whether it is a decode batch
 Named = tuple[str, int]  # "copy", "take" or "put", and how many pages; "adjust", and how many rows
@@ -195,7 +196,11 @@ class CompiledSteps:
     def wait_until_warm(self) -> None:
         """Return when every shape is compiled; raises what a compilation raised."""
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(TELL_EVERY)
+                done = sum(future.done() for future in self._to_come.values())
+                if thread.is_alive():
+                    log.info("compiled %d of %d programs", done, len(self._to_come))
         for shape in list(self._to_come):
             self._program_to_come(shape)  # in this thread, if an interruption left it undone
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+import pydantic_core
 import yaml
 
 from jpaged.host.config import EngineConfig, parse_bytes
@@ -196,7 +197,8 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     try:
         return ServerConfig(**values)
     except pydantic.ValidationError as error:
-        raise ValueError(where + sentence_of(error)) from error
+        found = list(dict.fromkeys(map(_sentence, error.errors(include_url=False))))
+        raise ValueError(where + "; ".join(found)) from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -248,23 +250,29 @@ def _expanded(value: Any, place: str, is_text: bool) -> Any:
 def _check_names(values: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a key that nothing reads, with the nearest that something does."""
     engine = set(EngineConfig.__dataclass_fields__)
+    found = []
     for name in values:
         if name in ServerConfig.model_fields:
             continue
         if name in engine:
-            raise ValueError(f"{where}{name} is an option of the engine: put it under 'engine:'")
+            found.append(f"{name} is an option of the engine: put it under 'engine:'")
+            continue
         near = difflib.get_close_matches(str(name), [*ServerConfig.model_fields, *engine], n=1)
         cure = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(ServerConfig.model_fields)}"
-        raise ValueError(f"{where}unknown key {name!r}: {cure}")
+        found.append(f"unknown key {name!r}: {cure}")
+    if found:
+        raise ValueError(where + "; ".join(found))
 
 
 def sentence_of(error: pydantic.ValidationError) -> str:
     """The first of what is wrong, in one sentence with the place and the value."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        told = message if not place or message.startswith(place) else f"{place} {message}"
-        return told
-    shown = repr(first["input"])
+    return _sentence(error.errors(include_url=False)[0])
+
+
+def _sentence(error: pydantic_core.ErrorDetails) -> str:
+    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return message if not place or message.startswith(place) else f"{place} {message}"
+    shown = repr(error["input"])
     return f"{place}: {message[:1].lower()}{message[1:]}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"

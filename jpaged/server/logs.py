@@ -46,11 +46,11 @@ def set_up(level: str, form: str) -> None:
     """Logs go to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
-    for name in ("jpaged.server", "uvicorn", "uvicorn.error", "opentelemetry"):
+    for name in ("jpaged", "uvicorn", "uvicorn.error", "opentelemetry"):
         logger = logging.getLogger(name)
-        logger.handlers = [handler] if "." not in name or name == "jpaged.server" else []
-        logger.propagate = "." in name and name != "jpaged.server"
-        logger.setLevel(level.upper() if name == "jpaged.server" else logging.ERROR)
+        logger.handlers = [] if "." in name else [handler]
+        logger.propagate = "." in name
+        logger.setLevel(level.upper() if name == "jpaged" else logging.ERROR)
 
 
 def log(message: str, level: int = logging.INFO, error: BaseException | None = None, **fields: object) -> None:

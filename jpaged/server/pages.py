@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from jpaged.server.errors import ApiError
@@ -18,7 +18,7 @@ from jpaged.server.watch import Watch
 
 STATIC = Path(__file__).parent / "static"
 # These hold nothing of the engine, and ask for the key of what they fetch: a browser must get them without one.
-OPEN_PATHS = ("/dashboard", "/chat")
+OPEN_PATHS = ("/", "/dashboard", "/chat")
 
 
 def page_routes(watch: Watch) -> list[Route]:
@@ -36,7 +36,12 @@ def page_routes(watch: Watch) -> list[Route]:
         text = await watch.state(since)
         return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 
+    async def begin(request: Request) -> Response:
+        """For who looks what is here; with a path of its own, as a proxy may have put the server under another."""
+        return RedirectResponse("dashboard")
+
     return [
+        Route("/", begin, methods=["GET"]),
         _page("/dashboard", "dashboard.html"),
         _page("/chat", "chat.html"),
         Route("/dashboard/state", state, methods=["GET"]),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import engine_support as support
@@ -89,6 +92,23 @@ def test_a_warm_up_in_the_background_compiles_what_a_request_waits_for_first(mon
     before = engine._compile_counter.requests
     assert support.tokens(support.serve(engine, prompts)) == support.tokens(outputs)
     assert engine._compile_counter.requests == before
+
+
+def test_who_waits_is_told_how_far_it_is(monkeypatch, caplog):
+    compile_now = CompiledSteps._compile
+
+    def compile_slowly(self, shape):
+        time.sleep(0.05)
+        return compile_now(self, shape)
+
+    monkeypatch.setattr(CompiledSteps, "_compile", compile_slowly)
+    monkeypatch.setattr("jpaged.engine.compile.TELL_EVERY", 0.01)
+    with caplog.at_level(logging.INFO, logger="jpaged"):
+        engine = support.build(support.tiny("llama"), warm_up=True, max_num_seqs=1, max_num_batched_tokens=16)
+    told = [re.fullmatch(r"compiled (\d+) of (\d+) programs", message) for message in caplog.messages]
+    counts = [int(found[1]) for found in told if found]
+    assert counts == sorted(counts) and len(set(counts)) > 1
+    assert {int(found[2]) for found in told if found} == {len(engine._steps._all_shapes())}
 
 
 def test_a_failed_compilation_in_the_background_reaches_whoever_needs_the_program(monkeypatch):

@@ -10,8 +10,6 @@ import pytest
 
 from jpaged.host.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 PROMPTS = [[(7 * i * i + 3 * j) % 300 for i in range(30)] for j in range(6)]
 FORKING = SamplingParams(n=3, temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
 

@@ -3,10 +3,6 @@
 import json
 import re
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 def talk(page, text):
     page.write("#prompt", text)

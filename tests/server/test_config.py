@@ -94,6 +94,20 @@ def test_what_is_wrong_with_a_file_is_said_in_one_sentence(written, text, told, 
     assert len(found.output.strip().splitlines()) == 1, found.output
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("modle: a\nprot: 1\nmax_num_seqs: 3", ["did you mean model", "did you mean port", "under 'engine:'"]),
+        ("port: high\nmax_n: 0\nlog_level: loud", ["port: ", "max_n: ", "log_level: "]),
+    ],
+)
+def test_all_that_is_wrong_with_a_file_is_said_at_once(written, text, told):
+    with pytest.raises(ValueError) as error:
+        read_config(written(text))
+    parts = str(error.value).split("; ")
+    assert len(parts) == 3 and all(one in part for one, part in zip(told, parts, strict=True))
+
+
 def test_an_empty_file_has_the_defaults(written):
     assert read_config(written("")) == ServerConfig() == read_config(written("engine:\n"))
 

@@ -218,7 +218,7 @@ def test_logs_have_the_requests_id_and_no_prompt_unless_asked(form, private, cap
         assert forged != "a b"
         live.refused(COMPLETIONS, body | {"n": 0})
     text = capsys.readouterr().err
-    for name in ("jpaged.server", "uvicorn", "opentelemetry"):
+    for name in ("jpaged", "uvicorn", "opentelemetry"):
         logging.getLogger(name).handlers = [logging.NullHandler()]  # what they wrote to is closed
     assert "abc-1" in text and ("sphinx" in text) != private
     if form == "json":

@@ -6,8 +6,6 @@ import time
 import pytest
 import server_support as support
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture
 def slow(live, monkeypatch):

@@ -9,8 +9,6 @@ from starlette.testclient import TestClient
 
 from jpaged.server.pages import page_routes, read_page
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 PAGES = ["dashboard", "chat"]
 
 
@@ -54,6 +52,13 @@ def test_a_page_may_load_nothing_and_run_nothing_but_itself(name):
     for directive in ("script-src", "style-src"):
         assert re.fullmatch(r"'sha256-[\w+/=]+'", policy[directive]), "hashes alone"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("root_path", ["", "/behind/a/proxy"])
+def test_the_address_alone_leads_to_the_dashboard(root_path):
+    client = TestClient(Starlette(routes=page_routes(None)), root_path=root_path)
+    response = client.get(f"{root_path}/")
+    assert response.status_code == 200 and response.url.path == f"{root_path}/dashboard"
 
 
 @pytest.mark.parametrize("name", PAGES)
