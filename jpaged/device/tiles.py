@@ -46,7 +46,12 @@ LEAST_COLUMNS = 64
 
 # For XLA: products that keep an order, and are chosen by their shapes, not by how fast they were in a trial.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+    "cpu": {
+        "xla_cpu_experimental_ynn_fusion_type": "",
+        # Whatever JAX is told: without, products of spread weights have other bits in other shapes.
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    },
     "gpu": {"xla_gpu_autotune_level": 0},
 }
 

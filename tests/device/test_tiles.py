@@ -12,8 +12,6 @@ import pytest
 from jpaged.device.layers import linear, rms_norm
 from jpaged.device.tiles import COMPILER_OPTIONS, LEAST_COLUMNS, TILES, Tiles, in_tiles, ordered_product, ordered_sum
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 CPU = TILES["cpu"]
 ROWS = (1, 2, 7, 8, 9, 40, 64, 300, 512, 513, 1200)
 

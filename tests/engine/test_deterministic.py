@@ -16,7 +16,7 @@ from jpaged.device.params import Params
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.structured import Structured
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.slow
 
 VOCAB = 320
 PROMPT_LENS = (1, 3, 17, 140, 150, 150, 33)
