@@ -46,10 +46,10 @@ class BatchRun:
         try:
             going = set(workers)
             while going and not stop.is_set():
-                waited: set[asyncio.Future[Any]] = {*going, stopping}
+                waited: set[asyncio.Future[Any]] = {*going, stopping, syncing}
                 ended, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                for worker in ended & going:
-                    worker.result()  # raises what it failed with
+                for task in ended:
+                    task.result()  # raises what it failed with
                 going -= ended
             return not going
         finally:

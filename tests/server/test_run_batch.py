@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from jpaged.cli.run_batch import ModelServing, Served, run_batch
-from jpaged.run_batch import batch_input
+from jpaged.run_batch import batch_input, run
 from jpaged.run_batch.asgi import lifespan, post
 from jpaged.run_batch.batch_input import BatchIndex, raw_lines
 from jpaged.run_batch.batch_output import BatchOutput
@@ -355,6 +355,20 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(files, monkeypatch):
     assert len(files.read()) == 3 and files.output.read_bytes().endswith(b"\n")
     assert files.run() == 0
     assert by_id(files.read()).keys() == {f"r{n}" for n in range(5)}
+
+
+def test_a_disk_that_fails_behind_the_writes_ends_the_run(files, monkeypatch):
+    def fail(file):
+        raise OSError(5, "Input/output error")
+
+    files.write(*(ask(f"r{n}") for n in range(50)))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
+        patched.setattr(run, "SYNC_SECONDS", 0.01)
+        patched.setattr(os, "fsync", lambda file: (patched.undo(), fail(file)))  # an error is told once
+        files.run(FakeApp(seconds=0.02))
+    assert len(files.read()) < 50
+    assert files.run() == 0
+    assert len(by_id(files.read())) == 50
 
 
 def test_an_app_that_stops_serving_ends_the_run_without_answers_of_it(files, capsys):
