@@ -83,6 +83,7 @@ class BatchOutput:
         self.path = Path(path)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._is_synced = True
+        self._lost: OSError | None = None
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise ValueError(f"{path} is not a regular file, so a run that was stopped could not go on")
@@ -149,10 +150,18 @@ class BatchOutput:
 
     def sync(self) -> None:
         """Has what was written outlive the machine, too."""
+        if self._lost is not None:  # the system tells it once, to the thread that asked
+            raise self._lost
         if not self._is_synced:
             self._is_synced = True
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._lost = error
+                raise
 
     def close(self) -> None:
-        self.sync()
-        os.close(self._file)
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)

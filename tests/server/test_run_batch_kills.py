@@ -95,7 +95,7 @@ def answers_in(path: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     ("kind", "requests", "piece", "seed"),
-    [("fake", fake_requests, 200, 0), pytest.param("model", model_requests, 20, 1, marks=pytest.mark.slow)],
+    [("fake", fake_requests, 200, 0), pytest.param("model", model_requests, 20, 1, marks=pytest.mark.rehearsal)],
 )
 def test_ten_kills_at_random_moments_lose_nothing_and_repeat_nothing(tmp_path, kind, requests, piece, seed):
     folder, log, other_log = tmp_path / "run", tmp_path / "log", tmp_path / "other_log"
