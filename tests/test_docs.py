@@ -17,6 +17,7 @@ DOCUMENTS = [
     *(REPO / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((REPO / "docs").rglob("*.md")),
 ]
+ADDRESS = "http://127.0.0.1:8000"  # Python that talks to a server is run by the tests of the server
 # Programs that a document may name beside ours: part of every system, or of the development environment.
 PROGRAMS = {"bash", "cd", "git", "pip", "pytest", "ruff", "mypy", "curl"}
 # What docs/serving.md runs a server with.
@@ -106,7 +107,7 @@ def test_the_architecture_has_every_module_and_no_other():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_python_in_the_documents_runs(document, small_model, monkeypatch, tmp_path, request):
     monkeypatch.chdir(tmp_path)
-    python = blocks(document.read_text(), "python")
+    python = [block for block in blocks(document.read_text(), "python") if ADDRESS not in block]
     if any("deterministic=True" in block for block in python):
         request.getfixturevalue("optimized")  # what is promised are bits
     # The defaults serve many requests and compile for minutes: what a document leaves open is small here.

@@ -37,6 +37,14 @@ def pod(kinds):
     return kinds["Deployment"]["spec"]["template"]["spec"]
 
 
+def test_the_python_of_the_guide_talks_to_a_server(capsys):
+    (block,) = re.findall("```python\n(.*?)```", GUIDE, re.DOTALL)
+    with Live(build(random_params()), model="smollm2") as live:
+        exec(compile(block.replace("127.0.0.1:8000", f"127.0.0.1:{live.port}"), "serving.md", "exec"), {})
+        assert live.service.metrics.output_tokens._value.get() > 0
+    assert capsys.readouterr().out
+
+
 def names_in(promql: str) -> set[str]:
     """The metrics that a query reads: what is neither a label, a text, a range nor a function."""
     bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|\bby \([^)]*\)', " ", promql)
