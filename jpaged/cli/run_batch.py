@@ -203,6 +203,7 @@ class ModelServing:
         service = self.service = Service(self._config, self._build)
         app = make_app(service)
         async with lifespan(app):
+            assert service.starting is not None
             stopping = asyncio.ensure_future(stop.wait())
             with spinner(f"Loading and compiling {self._config.model}"):
                 await asyncio.wait([service.starting, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -275,6 +275,10 @@ class CompiledSteps:
         return self._program("adjust", rows)(scores, batch.sampling, batch.context_lens, adjustments, drawn)
 
     @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
     def history_len(self) -> int:
         return self._buckets.pages_per_seq * self._buckets.page_size
 

@@ -6,34 +6,28 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from jpaged.device.adjusted_sampler import Told
 from jpaged.device.kv_pages import KVPages, make_kv_pages
 from jpaged.device.params import Params, check_params
-from jpaged.device.sampler import Sampled
 from jpaged.engine.blueprint import Blueprint
 from jpaged.engine.compile import compile_counter, own_settings, use_compilation_cache
 from jpaged.engine.constraints import Constraints
+from jpaged.engine.flight import Flight
 from jpaged.engine.group import Group, Sample
 from jpaged.engine.outputs import RequestOutput
-from jpaged.engine.processors import process
 from jpaged.engine.prompt import Prompt, to_token_ids
-from jpaged.engine.samples import fork_of, samples_of
+from jpaged.engine.samples import detokenizer_of, fork_of, samples_of
 from jpaged.engine.session import Session
 from jpaged.engine.swap_store import SwapStore, make_swap_space
-from jpaged.engine.tops import take_prompt_tops, take_tops
-from jpaged.host.adjustments import pack_adjustments
-from jpaged.host.batch import Batch, pack
+from jpaged.host.batch import pack
 from jpaged.host.beam_search import BeamSearch
 from jpaged.host.config import EngineConfig
-from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.limits import Limits
 from jpaged.host.metrics import EngineStats
 from jpaged.host.page_pool import PagePool
@@ -41,17 +35,6 @@ from jpaged.host.request import Request, RequestFailed, RequestStatus
 from jpaged.host.sampling_params import SamplingParams
 from jpaged.host.scheduler import BatchPlan, Scheduler
 from jpaged.host.snapshot import snapshot
-
-
-class _Flight(NamedTuple):
-    """A step that was started on the device."""
-
-    plan: BatchPlan
-    batch: Batch
-    sampled: Sampled
-    told: Told | None = None  # of adjusted logits
-    prompt_tops: tuple[jax.Array, jax.Array] | None = None
-    failures: Sequence[RequestFailed] = ()
 
 
 class Engine:
@@ -113,7 +96,8 @@ class Engine:
         self._failures: list[RequestFailed] = []  # not raised yet
         self._ready: list[RequestOutput] = []  # for the next `step` to return
         self._names = itertools.count()
-        self._in_flight: _Flight | None = None  # started before the step before it was read
+        self._detokenizer = partial(detokenizer_of, params.tokenizer)
+        self._in_flight: Flight | None = None  # started before the step before it was read
 
     @property
     def weights(self) -> Any:
@@ -249,11 +233,7 @@ class Engine:
             self._in_flight = None
             if self.config.async_scheduling and flight.batch.query_starts is None:
                 self._in_flight = self._launch(self._scheduler.ahead(flight.plan), flight.sampled.token_ids)
-            sampled = jax.device_get(flight.sampled)
-            if flight.told is not None:
-                take_tops(flight.plan.rows, flight.told)
-            if flight.prompt_tops is not None:
-                take_prompt_tops(flight.plan.rows, flight.prompt_tops)
+            sampled = flight.land()
             candidates = sampled.candidate_ids, sampled.candidate_logprobs
             gained = self._scheduler.update(
                 flight.plan, sampled.token_ids, sampled.logprobs, candidates, sampled.prompt_logprobs
@@ -280,11 +260,12 @@ class Engine:
         if warm:
             # Others compile too, between the steps.
             self.stats.num_compiles += self._compile_counter.compiles - compiles
-        for failed in flight.failures:
-            self.abort(failed.request_id)
-        if flight.failures:
+        failures = {failed.request_id: failed for failed in flight.failures}
+        for name in failures:
+            self.abort(name)
+        if failures:
             self._ready += [output] if output is not None else []
-            self._failures += flight.failures
+            self._failures += failures.values()
             raise self._failures.pop(0)
         return output
 
@@ -309,7 +290,7 @@ class Engine:
         unfinished = [sample for sample in samples if sample.request.status is not RequestStatus.FINISHED]
         self._samples = {sample.request.request_id: sample for sample in unfinished}
 
-    def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
+    def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""
         if plan is None:
             return None
@@ -333,29 +314,11 @@ class Engine:
             elif plan.page_copies:
                 self._kv_pages = self._steps.copy_pages(self._kv_pages, plan.page_copies)
             self._kv_pages, sampled = self._steps(self.weights, self._kv_pages, batch)
-            failures: list[RequestFailed] = []
-            # Made while the device computes: masks take the host's time.
-            adjustments = pack_adjustments(
-                rows,
-                self._scheduler.rows,
-                len(batch.context_lens),
-                self._steps.history_len,
-                self.model_config.vocab_size,
-                ahead=token_ids is not None,
-                with_histories=self.config.logits_processor is not None,
-                failures=failures,
-            )
-            scores, prompt_tops = sampled.scores, sampled.prompt_tops
-            sampled = sampled._replace(scores=None, prompt_tops=None)
-            if adjustments is None or scores is None:
-                return _Flight(plan._replace(rows=rows), batch, sampled, None, prompt_tops)
-            scores = process(rows, scores, batch.sampling.banned_ids)
-            drawn, told = self._steps.adjust(sampled, scores, batch, adjustments, token_ids)
-            sampled = sampled._replace(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-        for failed in failures:  # known to the caller by the name of all its samples
+            flight = Flight(plan._replace(rows=rows), batch, sampled)
+            flight = flight.adjusted(self._steps, self._scheduler.rows, self.config, token_ids)
+        for failed in flight.failures:  # known to the caller by the name of all its samples
             failed.request_id = self._samples[failed.request_id].group.request_id
-        failures = list({failed.request_id: failed for failed in failures}.values())
-        return _Flight(plan._replace(rows=rows), batch, sampled, told, prompt_tops, failures)
+        return flight
 
     def abort(self, request_id: str) -> bool:
         """End a request now, all its samples; False if there is no such unfinished request. What it gained and `step`
@@ -375,7 +338,7 @@ class Engine:
         del self._groups[request_id]
         if not self._scheduler.has_unfinished:
             self._in_flight = None
-        self._record_pages()
+        self.stats.record_state(self._scheduler)
         return True
 
     def reset_prefix_cache(self) -> None:
@@ -408,24 +371,6 @@ class Engine:
     def num_pages(self) -> int:
         """Pages that requests can hold."""
         return self._pool.num_pages - 1
-
-    def _detokenizer(self, request: Request) -> Detokenizer | None:
-        """The text of a request's output so far."""
-        if self.tokenizer is None or request.only_scores or not request.sampling.detokenize:
-            return None
-        sampling = request.sampling
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            stop=sampling.stop or (),
-            include_stop_str_in_output=sampling.include_stop_str_in_output,
-            skip_special_tokens=sampling.skip_special_tokens,
-            min_tokens=sampling.min_tokens,
-            prompt_tail=request.prompt_token_ids,
-            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-        )
-        for token_id in request.output_token_ids:
-            detokenizer.append(token_id)
-        return detokenizer
 
     def _outputs(self, gained: list[Request]) -> list[RequestOutput]:
         groups: dict[str, Group] = {}
@@ -462,7 +407,7 @@ class Engine:
             self._samples |= {sample.request.request_id: sample for sample in group.samples}
         return ended
 
-    def _record(self, flight: _Flight, num_output_tokens: int) -> None:
+    def _record(self, flight: Flight, num_output_tokens: int) -> None:
         self.stats.record_step(
             num_tokens=flight.plan.num_tokens,
             batch_tokens=len(flight.batch.positions),
@@ -476,21 +421,7 @@ class Engine:
             num_tokens=self._scheduler.num_held_tokens + being_written,
             num_slots=self._pool.num_used * self._pool.page_size,
         )
-        self.stats.num_preemptions = self._scheduler.num_preemptions
-        self.stats.num_cached_tokens = self._scheduler.num_cached_tokens
-        self.stats.num_page_copies += len(flight.plan.page_copies)
-        self.stats.num_pages_swapped_out += len(flight.plan.moves.swap_out)
-        self.stats.num_pages_swapped_in += len(flight.plan.moves.swap_in)
-        self._record_pages()
+        self.stats.record_moves(flight.plan)
+        self.stats.record_state(self._scheduler)
         if self.config.check_integrity:
             self._scheduler.check()
-
-    def _record_pages(self) -> None:
-        stats, pool = self.stats, self._pool
-        stats.num_used_pages, stats.num_shared_pages, stats.num_cached_pages = (
-            pool.num_used,
-            pool.num_shared,
-            pool.num_cached,
-        )
-        stats.num_swapped_pages = 0 if pool.swap_space is None else pool.swap_space.num_held
-        stats.num_running, stats.num_waiting = self._scheduler.num_running, self._scheduler.num_waiting

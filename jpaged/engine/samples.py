@@ -1,4 +1,4 @@
-"""Owns how what a caller asks for becomes `Request`s: one for each sample, and those that branch off."""
+"""Owns how what a caller asks for becomes `Request`s: samples, those that branch off, and the texts of each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jpaged.host.constraint import Constraint
+from jpaged.host.detokenizer import Detokenizer
 from jpaged.host.limits import Limits
 from jpaged.host.request import Request
 from jpaged.host.sampling_params import MAX_N, SamplingParams
+from jpaged.host.tokenizer import Tokenizer
 
 
 def samples_of(
@@ -74,3 +76,22 @@ def seed_of_sample(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
+
+
+def detokenizer_of(tokenizer: Tokenizer | None, request: Request) -> Detokenizer | None:
+    """The text of a request's output so far; None if it is to have none."""
+    sampling = request.sampling
+    if tokenizer is None or request.only_scores or not sampling.detokenize:
+        return None
+    detokenizer = Detokenizer(
+        tokenizer,
+        stop=sampling.stop or (),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        min_tokens=sampling.min_tokens,
+        prompt_tail=request.prompt_token_ids,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+    )
+    for token_id in request.output_token_ids:
+        detokenizer.append(token_id)
+    return detokenizer

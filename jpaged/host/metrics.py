@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .request import Request
+
+if TYPE_CHECKING:
+    from .scheduler import BatchPlan, Scheduler
 
 PERCENTILES = (50, 90, 99)
 
@@ -60,6 +63,21 @@ class EngineStats:
             self.kv_utilization_samples += 1
             least = self.kv_utilization_min
             self.kv_utilization_min = utilization if least is None else min(utilization, least)
+
+    def record_moves(self, plan: BatchPlan) -> None:
+        """Counts the pages that a step has moved."""
+        self.num_page_copies += len(plan.page_copies)
+        self.num_pages_swapped_out += len(plan.moves.swap_out)
+        self.num_pages_swapped_in += len(plan.moves.swap_in)
+
+    def record_state(self, scheduler: Scheduler) -> None:
+        """Takes over what a scheduler and its pool say now."""
+        pool = scheduler.pool
+        self.num_preemptions, self.num_cached_tokens = scheduler.num_preemptions, scheduler.num_cached_tokens
+        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        self.num_used_pages, self.num_shared_pages = pool.num_used, pool.num_shared
+        self.num_cached_pages = pool.num_cached
+        self.num_swapped_pages = 0 if pool.swap_space is None else pool.swap_space.num_held
 
     @property
     def kv_utilization_mean(self) -> float | None:

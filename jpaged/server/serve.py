@@ -194,7 +194,7 @@ async def _until_crashed(service: Service) -> None:
 
 async def _start(service: Service) -> bool:
     """Returns when requests are served, or False if that failed."""
-    while not hasattr(service, "starting"):  # the app's lifespan has not begun
+    while service.starting is None:  # the app's lifespan has not begun
         await asyncio.sleep(0.01)
     try:
         await service.starting

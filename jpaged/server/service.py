@@ -50,6 +50,8 @@ class Service:
         self.watch = Watch(self.thread)
         self.created = int(time.time())
         self.is_ending = False
+        self.starting: asyncio.Task[None] | None = None
+        self._is_set_up = False  # the rest of this is
         self.prompts: Prompts
         self.defaults: Mapping[str, Any] = {}
         self.tool_format: str | None = None
@@ -79,6 +81,7 @@ class Service:
         )
         self.defaults = dict(limits.sampling_defaults) if self.config.model_defaults else {}
         self.tool_format = self._tool_format()
+        self._is_set_up = True
 
     def _tool_format(self) -> str | None:
         from jpaged.server.tool_calls import format_of
@@ -90,7 +93,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        return self.thread.state == "ready" and hasattr(self, "prompts") and not self.is_ending
+        return self.thread.state == "ready" and self._is_set_up and not self.is_ending
 
     def check_ready(self) -> None:
         """Raise ApiError while nothing is served."""
