@@ -260,8 +260,10 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
 
 def sentence_of(error: pydantic.ValidationError) -> str:
     """The first of what is wrong, in one sentence with the place and the value."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    errors = error.errors(include_url=False)
+    # A value that may be of several types is none of them: the one that fits it furthest is told of.
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    place = ".".join(part for part in map(str, first["loc"]) if not part.startswith(("function-", "list[")))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         told = message if not place or message.startswith(place) else f"{place} {message}"
