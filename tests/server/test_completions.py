@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from engine_support import of_few_shapes, reference, tiny
 from logits_oracle import adjusted
-from server_support import Live, build, chat_tokenizer, close, random_params, saying
+from server_support import Live, build, chat_tokenizer, close, random_params, saying, until
 from test_beam_search import stored_cases
 
 import jpaged
@@ -348,30 +348,30 @@ def test_equal_requests_have_equal_answers_whatever_runs_beside_them(live, own, 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_pool_cannot_hold_is_refused_at_once_and_others_share_it(stream):
     """It has room for one sequence of the greatest length."""
-    bodies = [
-        GREEDY | {"prompt": [5 + i] * size, "max_tokens": 64 - size, "ignore_eos": True, "logprobs": 1}
-        for i, size in enumerate([40, 3, 20, 61, 9, 33])
-    ]
+    prompts = [[5 + i] * size for i, size in enumerate([40, 3, 20, 33, 9, 40])]
+    body = GREEDY | {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
     engine = of_few_shapes(build(random_params(), num_pages=17, max_model_len=64))
     with Live(engine) as live:
 
-        def choice(body: dict) -> dict:
-            return joined(live.events(PATH, body)) if stream else live.post(PATH, body)["choices"][0]
+        def told(*prompts: list[int]) -> list[Any]:
+            if stream:
+                events = live.events(PATH, body | {"prompt": prompts})
+                choices = [joined(events, i) for i in range(len(prompts))]
+            else:
+                choices = live.post(PATH, body | {"prompt": prompts})["choices"]
+            return [(choice["text"], choice["logprobs"]) for choice in choices]
 
-        alone = [choice(body) for body in bodies]
-        found: list[Any] = [None] * len(bodies)
-        threads = [
-            threading.Thread(target=lambda i=i, body=body: found.__setitem__(i, choice(body)))
-            for i, body in enumerate(bodies)
-        ]
-        for thread in threads:
-            thread.start()
+        alone = [told(prompt)[0] for prompt in prompts]
+        assert engine.stats.num_preemptions == 0
+        together: list[Any] = []
+        running = threading.Thread(target=lambda: together.extend(told(*prompts)))
+        running.start()
+        until(lambda: live.service.thread.num_requests or together)
         for path, size in itertools.product((PATH, "/v1/chat/completions"), (65, 64, 1000)):
-            body = {"prompt": [5] * size, "messages": [{"role": "user", "content": " a" * size}], "max_tokens": 1}
-            assert live.refused(path, body | {"stream": stream})["code"] == "context_length_exceeded"
-        for thread in threads:
-            thread.join(60)
-        assert found == close(alone)
+            asked = {"prompt": [5] * size, "messages": [{"role": "user", "content": " a" * size}], "max_tokens": 1}
+            assert live.refused(path, asked | {"stream": stream})["code"] == "context_length_exceeded"
+        running.join(60)
+        assert [close(list(one)) for one in alone] == [list(one) for one in together]
         assert engine.stats.num_preemptions > 0
         live.assert_idle()
 
