@@ -197,8 +197,7 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     try:
         return ServerConfig(**values)
     except pydantic.ValidationError as error:
-        found = list(dict.fromkeys(map(_sentence, error.errors(include_url=False))))
-        raise ValueError(where + "; ".join(found)) from error
+        raise ValueError(where + "; ".join(_sentences(error))) from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -266,11 +265,22 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
 
 def sentence_of(error: pydantic.ValidationError) -> str:
     """The first of what is wrong, in one sentence with the place and the value."""
-    return _sentence(error.errors(include_url=False)[0])
+    return _sentences(error)[0]
+
+
+def _sentences(error: pydantic.ValidationError) -> list[str]:
+    """One for each key."""
+    found: dict[tuple[int | str, ...], pydantic_core.ErrorDetails] = {}
+    for one in error.errors(include_url=False):
+        key = one["loc"][:1]
+        # A value that may be of several types is none of them: the one that fits it furthest is told of.
+        if key not in found or len(one["loc"]) > len(found[key]["loc"]):
+            found[key] = one
+    return [_sentence(one) for one in found.values()]
 
 
 def _sentence(error: pydantic_core.ErrorDetails) -> str:
-    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    place = ".".join(part for part in map(str, error["loc"]) if not part.startswith(("function-", "list[")))
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message if not place or message.startswith(place) else f"{place} {message}"

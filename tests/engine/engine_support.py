@@ -141,6 +141,6 @@ def parrot(tokenizer: Any, script: Sequence[int], eos_token_id: int = 2) -> Para
 
 def teach(engine: Engine, text: str) -> list[int]:
     """Makes a parrot's engine say `text`; returns its tokens, the end of text included."""
-    script = engine.tokenizer.encode(text, add_special_tokens=False)
+    script = engine.tokenizer.encode_continuation(text)
     engine.weights = parrot(engine.tokenizer, script).weights
     return [*script, 2]

@@ -42,9 +42,30 @@ def parrot(parrot_server):
 
 
 @pytest.fixture(scope="session")
+def llama_parrot_server():
+    """The same with SentencePiece's tokenizer, which begins texts with <s>."""
+    engine = support.build(support.parrot_params([1000], support.llama_tokenizer()))
+    with support.Live(support.engine_support.of_few_shapes(engine)) as live:
+        yield live
+
+
+@pytest.fixture
+def llama_parrot(llama_parrot_server):
+    yield llama_parrot_server
+    llama_parrot_server.assert_idle()
+
+
+@pytest.fixture(params=["parrot", "llama_parrot"])
+def any_parrot(request):
+    """Each of the two."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
 def plain_server():
     """A checkpoint with stored references, without a tokenizer."""
-    with support.Live(support.build(support.engine_support.tiny("llama"), max_model_len=64)) as live:
+    engine = support.build(support.engine_support.tiny("llama"), max_model_len=64, max_num_beams=4)
+    with support.Live(support.engine_support.of_few_shapes(engine)) as live:
         yield live
 
 

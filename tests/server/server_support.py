@@ -33,6 +33,12 @@ CHATML = (
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Llama 2 has it: who speaks alternates, and the beginning of the sequence is written here.
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
 LIMITS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -49,6 +55,12 @@ LIMITS = {
 def chat_tokenizer() -> Tokenizer:
     """SmolLM2's, with a template that shows tools."""
     return stored_tokenizers.smollm2().with_chat_template(CHATML)
+
+
+@functools.cache
+def llama_tokenizer() -> Tokenizer:
+    """SentencePiece's, which begins each text with <s>, with a template that does so, too."""
+    return stored_tokenizers.sentencepiece("llama").with_chat_template(LLAMA2)
 
 
 def random_params(tokenizer: Tokenizer | None = None, seed: int = 0) -> Params:
@@ -78,9 +90,9 @@ def random_params(tokenizer: Tokenizer | None = None, seed: int = 0) -> Params:
     return Params(filled(weight_shapes(config)), config, tokenizer)
 
 
-def parrot_params(script: list[int]) -> Params:
+def parrot_params(script: list[int], tokenizer: Tokenizer | None = None) -> Params:
     """Says these tokens, then the end of text."""
-    return engine_support.parrot(chat_tokenizer(), script)
+    return engine_support.parrot(tokenizer or chat_tokenizer(), script)
 
 
 def build(params: Params, **options: Any) -> Engine:
@@ -179,7 +191,7 @@ def until(holds: Any, seconds: float = 30) -> None:
 @contextlib.contextmanager
 def saying(live: Live, text: str) -> Iterator[list[int]]:
     """Has the server's model say a text, whatever it is asked; yields its ids, the end included."""
-    script = [*live.engine.tokenizer.encode(text, add_special_tokens=False), 2]
+    script = [*live.engine.tokenizer.encode_continuation(text), 2]
     before, defaults = live.engine.weights, live.service.defaults
     try:
         if len(set(script)) == len(script) < 31:

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import stored_tokenizers
 from server_support import chat_tokenizer, close, saying
+from test_completions import SCRIPT, STOPS
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -39,7 +41,7 @@ def joined(events: list[dict], index: int = 0) -> dict[str, Any]:
             if delta["index"] == len(calls):
                 assert delta["id"] and delta["function"]["name"]
                 calls.append({"name": delta["function"]["name"], "arguments": ""})
-            calls[delta["index"]]["arguments"] += delta["function"].get("arguments") or ""
+            calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
     told = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     content = "".join(choice["delta"].get("content") or "" for choice in choices)
     return {"content": content, "calls": calls, "finish_reason": reasons[0], "logprobs": told}
@@ -81,15 +83,65 @@ def test_a_stream_is_the_plain_answer_in_parts(live, asked):
     for choice in whole["choices"]:
         assert joined(events, choice["index"]) == close(plain(choice))
     assert events[-1]["choices"] == []
-    assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for usage in (whole["usage"], events[-1]["usage"]):
+        del usage["prompt_tokens_details"]
+    assert events[-1]["usage"] == whole["usage"]
+    if "tools" not in asked:
+        assert whole["usage"]["prompt_tokens"] == len(chat_tokenizer().encode_chat(HI)), "once, whatever n"
+    if "ignore_eos" in asked:
+        assert whole["usage"]["completion_tokens"] == asked["n"] * asked["max_tokens"]
 
 
-def test_a_chat_has_one_beginning_of_sequence(live):
-    """The template writes it; the tokenizer adds none."""
-    ids = chat_tokenizer().encode_chat(HI)
-    choice = live.post(PATH, GREEDY | {"max_tokens": 1, "return_token_ids": True})["choices"][0]
-    assert choice["prompt_token_ids"] == ids
+@pytest.mark.parametrize("name", ["live", "llama_parrot"])
+def test_a_chat_has_one_beginning_of_sequence(name, request):
+    """The template writes it; the tokenizer, which does for other texts, adds none."""
+    live = request.getfixturevalue(name)
+    tokenizer = live.engine.tokenizer
+    ids = tokenizer.encode_chat(HI)
+    answer = live.post(PATH, GREEDY | {"max_tokens": 1, "return_token_ids": True})
+    assert answer["choices"][0]["prompt_token_ids"] == ids and answer["usage"]["prompt_tokens"] == len(ids)
     assert live.post("/tokenize", {"messages": HI})["tokens"] == ids
+    assert name == "live" or (ids.count(1) == 1 and ids[0] == 1)
+    text = {"prompt": "Hi", "max_tokens": 1, "return_token_ids": True}
+    for more, added in (({}, True), ({"add_special_tokens": False}, False)):
+        found = live.post("/v1/completions", text | more)["choices"][0]["prompt_token_ids"]
+        assert found == tokenizer.encode("Hi", add_special_tokens=added)
+        assert found == live.post("/tokenize", {"prompt": "Hi"} | more)["tokens"]
+        assert found.count(1) == (added and name != "live")
+
+
+@pytest.mark.parametrize(("stop", "included", "text", "reason"), STOPS)
+def test_stop_strings_end_streams_and_plain_answers_alike(any_parrot, stop, included, text, reason):
+    asked = {"max_tokens": 30, "stop": stop, "include_stop_str_in_output": included, "logprobs": True}
+    with saying(any_parrot, SCRIPT):
+        whole = any_parrot.post(PATH, GREEDY | asked)
+        events = any_parrot.events(PATH, GREEDY | asked)
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", reason)
+    assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
+    assert joined(events) == plain(choice)
+
+
+@pytest.mark.parametrize("text", [" a 👩‍🚀 b 日本 c", "é🙂"])
+def test_characters_of_several_tokens_arrive_whole(any_parrot, text):
+    with saying(any_parrot, text):
+        events = any_parrot.events(PATH, GREEDY | {"max_tokens": 40})
+    parts = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    assert "".join(parts) == text and all("\ufffd" not in part for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_asks_for_more_tokens_than_generated_by_the_end_of_text_is_honoured(parrot, stream):
+    def told(**more: Any) -> tuple[str, str, int]:
+        body = GREEDY | {"max_tokens": 20, "logprobs": True} | more
+        found = joined(parrot.events(PATH, body)) if stream else plain(parrot.post(PATH, body)["choices"][0])
+        return found["content"], found["finish_reason"], len(found["logprobs"])
+
+    with saying(parrot, SCRIPT) as script:
+        assert told() == (SCRIPT, "stop", len(script))
+        assert told(ignore_eos=True)[1:] == ("length", 20)
+        assert told(ignore_eos=True, stop="HERE")[:2] == (SCRIPT.partition("HERE")[0], "stop")
+        assert told(min_tokens=12)[2] >= 12
 
 
 def test_content_may_come_in_parts(live):
@@ -142,6 +194,7 @@ def test_the_final_message_can_be_continued(live):
         ({"response_format": {"type": "xml"}}, "response_format", ""),
         ({"functions": []}, "functions", "tools"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", ""),
+        ({"max_tokens": 0}, "max_tokens", ""),
         ({"max_tokens": 100_000}, "max_tokens", "256"),
     ],
     ids=str,
@@ -151,8 +204,36 @@ def test_what_cannot_be_served_is_refused_before_a_stream_begins(live, more, par
     assert error["param"] == param and told in error["message"], error
 
 
-def test_a_model_without_a_template_refuses_chats(plain):
-    assert "tokenizer" in plain.refused(PATH, GREEDY)["message"]
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_without_a_template_refuses_chats(plain, live, monkeypatch, stream):
+    body = GREEDY | {"stream": stream}
+    assert "tokenizer" in plain.refused(PATH, body)["message"]
+    monkeypatch.setattr(live.service.prompts, "tokenizer", stored_tokenizers.smollm2())
+    error = live.refused(PATH, body)
+    assert error["param"] == "messages" and "no chat template" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("roles", [["user", "user"], ["system", "user"], ["user", "assistant", "assistant"]], ids=str)
+def test_roles_that_the_template_refuses_are_said_in_its_words(llama_parrot, roles, stream):
+    messages = [{"role": role, "content": "x"} for role in roles]
+    error = llama_parrot.refused(PATH, GREEDY | {"messages": messages, "stream": stream})
+    assert error["param"] == "messages" and "roles must alternate" in error["message"]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-40])
+def test_a_tiny_temperature_is_greedy(live, temperature):
+    body = GREEDY | {"max_tokens": 12, "ignore_eos": True}
+    assert plain(live.post(PATH, body | {"temperature": temperature})["choices"][0]) == plain(
+        live.post(PATH, body)["choices"][0]
+    )
+
+
+def test_equal_chats_have_equal_answers(live):
+    body = GREEDY | {"max_tokens": 16, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+    live.engine.reset_prefix_cache()
+    first, *others = (live.post(PATH, body)["choices"][0] for _ in range(5))
+    assert all(other == close(first) for other in others)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -178,21 +259,26 @@ def test_a_named_tool_is_called(live):
     (call,) = answer["message"]["tool_calls"]
     assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"])["place"]
     assert answer["finish_reason"] == "tool_calls"
+    for forced in (choice, "required"):
+        body = GREEDY | {"tools": [WEATHER, CLOCK], "tool_choice": forced, "max_tokens": 3}
+        cut = live.post(PATH, body)["choices"][0]
+        assert cut["finish_reason"] == "length" and plain(cut) == joined(live.events(PATH, body))
 
 
 def test_a_call_in_the_models_own_words_is_read(parrot):
     text = '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
-    with saying(parrot, text):
+    with saying(parrot, text) as script:
         whole = parrot.post(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": 60})["choices"][0]
         events = parrot.events(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": 60})
         assert plain(whole) == joined(events)
         (call,) = plain(whole)["calls"]
         assert call["name"] == "weather" and json.loads(call["arguments"]) == {"place": "Oslo"}
         assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
-        # Cut off in the middle of the arguments.
-        cut = parrot.post(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": 18})["choices"][0]
-        assert cut["finish_reason"] == "length"
-        assert plain(cut) == joined(parrot.events(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": 18}))
+        # Cut off anywhere.
+        for most in range(1, len(script)):
+            cut = parrot.post(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": most})["choices"][0]
+            assert cut["finish_reason"] == "length"
+            assert plain(cut) == joined(parrot.events(PATH, GREEDY | {"tools": [WEATHER], "max_tokens": most}))
         # Without tools, or with none to be called, it is a text.
         for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
             choice = parrot.post(PATH, GREEDY | more | {"max_tokens": 60})["choices"][0]
@@ -226,10 +312,11 @@ def test_what_was_called_and_found_goes_into_the_prompt(live):
 
 
 def test_seeds_repeat_and_differ(live):
-    def text(**more: Any) -> str:
+    def texts(**more: Any) -> list[str]:
         asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True} | more
-        return live.post(PATH, GREEDY | asked)["choices"][0]["message"]["content"]
+        return [choice["message"]["content"] for choice in live.post(PATH, GREEDY | asked)["choices"]]
 
-    seeded = [text(seed=seed) for seed in range(5)]
-    assert len(set(seeded)) == 5 and seeded == [text(seed=seed) for seed in range(5)]
-    assert len({text() for _ in range(3)}) == 3
+    seeded = [texts(seed=seed)[0] for seed in range(5)]
+    assert len(set(seeded)) == 5 and seeded == [texts(seed=seed)[0] for seed in range(5)]
+    assert len(set(texts(seed=42, n=4))) == 4 and texts(seed=42, n=4) == texts(seed=42, n=4)
+    assert len({texts()[0] for _ in range(3)}) == 3

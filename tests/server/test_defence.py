@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 
 import pytest
-from server_support import Live, build, random_params
+from server_support import Live, build, random_params, until
 
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/generate"
 GOOD = {COMPLETIONS: {"prompt": "a"}, CHATS: {"messages": [{"role": "user", "content": "a"}]}}
@@ -44,6 +45,14 @@ def test_a_body_that_is_no_json_object_is_a_400(live, path, raw):
 def test_a_body_of_another_type_is_a_415(live, kind):
     assert live.call("POST", COMPLETIONS, b'{"prompt": "a"}', {"content-type": kind})[0] == 415
     assert live.call("POST", COMPLETIONS, b"x", {"content-encoding": "gzip"})[0] == 415
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_a_body_that_does_not_say_its_type_is_a_415(live, path):
+    raw = json.dumps(GOOD[path]).encode()
+    with socket.create_connection(("127.0.0.1", live.port)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        assert b" 415 " in connection.recv(4096).splitlines()[0]
 
 
 def test_a_charset_may_be_named(live):
@@ -99,10 +108,40 @@ def test_a_parameter_out_of_its_range_is_named(live, path, name, values, stream)
         assert error["param"] in params, (value, error)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_fewer_drawn_than_returned_is_refused(live, path, stream):
+    assert live.refused(path, GOOD[path] | {"n": 3, "best_of": 2, "stream": stream})["param"] == "best_of"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token_id", [49_152, -1, 2**31, 2**63, 1.5, True])
+def test_a_token_id_that_is_none_is_named(live, token_id, stream):
+    for path, name in ((COMPLETIONS, "prompt"), (GENERATE, "token_ids")):
+        for prompt in ([5, token_id], [[5], [5, token_id]]):
+            error = live.refused(path, {name: prompt, "stream": stream})
+            assert error["param"] == name and str(token_id) in error["message"]
+
+
+def test_bad_requests_leave_those_that_run_alone(live):
+    body = {"prompt": "Once", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    alone, answers = live.post(COMPLETIONS, body)["choices"], []
+    running = threading.Thread(target=lambda: answers.append(live.post(COMPLETIONS, body)["choices"]))
+    running.start()
+    until(lambda: live.engine.stats.num_running or answers)
+    for more in ({"prompt": [2**31]}, {"n": 0}, {"stop_token_ids": [49_152]}, {"guided_regex": "("}, {"prompt": ""}):
+        for stream in (False, True):
+            live.refused(COMPLETIONS, {"prompt": "a"} | more | {"stream": stream})
+    running.join()
+    assert answers == [alone]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "name", "values"),
     [
-        (COMPLETIONS, "prompt", ["", [], [""], [[]], 5, {}, [5, "a"], ["a", [5]], [["a"]], ["a"] * 257, True]),
+        (COMPLETIONS, "prompt", ["", [], [""], [[]], ["a", ""], [[5], []], 5, {}, True]),
+        (COMPLETIONS, "prompt", [[5, "a"], ["a", [5]], [["a"]], ["a"] * 257]),
         (COMPLETIONS, "prompt", [[49_152], [-1], [2**31], [2**63], [1.5], [True], [[5], [50_000]], [5] * 10**6]),
         (COMPLETIONS, "logprobs", [-1, 21, 10**6, "x", True]),
         (COMPLETIONS, "suffix", ["x"]),
@@ -117,9 +156,9 @@ def test_a_parameter_out_of_its_range_is_named(live, path, name, values, stream)
         ("/detokenize", "tokens", [5, [-1], [49_152], ["a"], [1.5], [2**70]]),
     ],
 )
-def test_what_is_asked_about_is_named_if_it_is_nothing(live, path, name, values):
+def test_what_is_asked_about_is_named_if_it_is_nothing(live, path, name, values, stream):
     for value in values:
-        error = live.refused(path, GOOD[path] | {name: value})
+        error = live.refused(path, GOOD[path] | {"stream": stream, name: value})
         assert error["param"] in (name, "stop_token_ids"), (value, error)
 
 

@@ -27,27 +27,32 @@ from jpaged.server.engine_thread import EngineGone
 from jpaged.server.serve import listening
 from jpaged.server.service import Service
 
-BODY = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
-SHAPES = [
-    {},
-    {"stream": True},
-    {"n": 4},
-    {"n": 4, "stream": True},
-    {"prompt": ["a", "b", "c", "d", "e", "f"], "stream": True},  # more than there are rows for
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/generate"
+SAMPLING = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+BODY = {"prompt": "Once"} | SAMPLING
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]} | SAMPLING
+REQUESTS = [
+    (COMPLETIONS, BODY),
+    (COMPLETIONS, BODY | {"n": 4}),
+    (COMPLETIONS, BODY | {"prompt": ["a", "b", "c", "d", "e", "f"]}),  # more than there are rows for
+    (COMPLETIONS, BODY | {"echo": True, "logprobs": 1}),
+    (CHATS, CHAT),
+    (CHATS, CHAT | {"n": 3}),
+    (GENERATE, {"token_ids": [[5], [6, 7]], "sampling_params": SAMPLING | {"n": 2}}),
 ]
 
 
-def head(size: int) -> bytes:
+def head(size: int, path: str = COMPLETIONS) -> bytes:
     """Of a request with a body of so many bytes."""
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {size}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {size}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def send(live: Live, body: dict) -> socket.socket:
+def send(live: Live, body: dict, path: str = COMPLETIONS) -> socket.socket:
     """Sends a request, and leaves its answer unread."""
     raw = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", live.port))
-    connection.sendall(head(len(raw)) + raw)
+    connection.sendall(head(len(raw), path) + raw)
     return connection
 
 
@@ -72,24 +77,27 @@ def num_aborted(live: Live) -> float:
     return live.service.metrics.registry.get_sample_value("jpaged_sequences_finished_total", labels) or 0
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_a_client_that_leaves_takes_its_work_with_it(slow, shape, tokens):
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=str)
+@pytest.mark.parametrize(("stream", "events"), [(False, 0), (True, 0), (True, 3)])
+def test_a_client_that_leaves_takes_its_work_with_it(slow, path, body, stream, events):
     before = num_aborted(slow)
-    connection = send(slow, BODY | shape)
+    connection = send(slow, body | {"stream": stream}, path)
     until(lambda: slow.service.thread.num_requests > 0)
-    if tokens and shape.get("stream"):
-        read = b""
-        while read.count(b"data:") < tokens:
-            read += connection.recv(4096)
+    read = b""
+    while read.count(b"data:") < events:
+        read += connection.recv(4096)
     connection.close()
     until(lambda: slow.service.thread.num_requests == 0)
-    if tokens and shape.get("stream"):
-        prompts = shape.get("prompt", "a")
-        assert num_aborted(slow) - before == shape.get("n", 1) * len(prompts)
+    if events:  # else it may have left before the engine knew of it
+        prompts = body.get("token_ids", body.get("prompt", "Once"))
+        num_prompts = len(prompts) if isinstance(prompts, list) else 1
+        assert num_aborted(slow) - before == num_prompts * body.get("sampling_params", body).get("n", 1)
     steps = slow.slow_steps
     slow.assert_idle()
     assert slow.slow_steps - steps <= 2
+    told = slow.call("GET", "/metrics")[2].decode()
+    for name in ("sequences_running", "sequences_waiting", "pages_used"):
+        assert f'jpaged_{name}{{model="tiny"}} 0.0' in told
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten(slow):
