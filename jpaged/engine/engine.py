@@ -308,6 +308,7 @@ class Engine:
         samples = [sample for group in self._groups.values() for sample in group.samples]
         unfinished = [sample for sample in samples if sample.request.status is not RequestStatus.FINISHED]
         self._samples = {sample.request.request_id: sample for sample in unfinished}
+        self._record_pages()
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> _Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""
