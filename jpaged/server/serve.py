@@ -52,6 +52,20 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+class _UntilClosed(RequestResponseCycle):
+    """Answers HTTP/1.0, which knows no chunks: an answer whose length is not told ends with its connection."""
+
+    _has_length = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = None if self._has_length else False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class _Protocol(HttpToolsProtocol):
     """Closes connections on which the head of a request does not come in time, or the rest of a body whose request is
     answered already, and refuses what is too long of all that is no body, which the parser would hold. (Of bodies,
@@ -94,6 +108,8 @@ class _Protocol(HttpToolsProtocol):
             return
         self._in_head = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _UntilClosed  # it has not begun
         self._cycles = [*self._answering, self.cycle]
         self.flow.resume_reading()  # else nobody sees that a client has left which has sent another request
 

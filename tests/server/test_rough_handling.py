@@ -241,6 +241,15 @@ def test_what_is_no_request_is_not_answered_in_the_middle_of_a_stream(live):
         assert b"400" not in received(connection).rpartition(b"data: ")[2]
 
 
+def test_a_stream_of_http_1_0_has_no_chunks(live):
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(head(len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        start, _, events = received(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in start and b"\r\n" not in events
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+
+
 def test_not_more_requests_are_held_than_a_client_could_wait_for(live):
     with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
         connection.sendall(ASK * 100)
