@@ -237,8 +237,9 @@ class Engine:
         return outputs
 
     def _advance(self, request_id: str | None = None) -> RequestOutput | None:
-        """Compute the next tokens; returns what this request gained, if it did. Other outputs are kept for `step`."""
-        if self._failures:
+        """Compute the next tokens; returns what this request gained, if it did. Other outputs, and failures of other
+        requests, are kept for `step`."""
+        if self._failures and request_id is None:
             raise self._failures.pop(0)
         warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
         began = time.perf_counter()
@@ -271,6 +272,9 @@ class Engine:
             if isinstance(error, RequestFailed):  # it would come again, and nobody get on
                 error.request_id = self._samples[error.request_id].group.request_id
                 self.abort(error.request_id)
+                if request_id not in (None, error.request_id):
+                    self._failures.append(error)
+                    return None
             raise
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
@@ -282,10 +286,11 @@ class Engine:
             self.stats.num_compiles += self._compile_counter.compiles - compiles
         for failed in flight.failures:
             self.abort(failed.request_id)
-        if flight.failures:
-            self._ready += [output] if output is not None else []
-            self._failures += flight.failures
-            raise self._failures.pop(0)
+        self._failures += flight.failures
+        told = next((failed for failed in self._failures if request_id in (None, failed.request_id)), None)
+        if told is not None:
+            self._failures.remove(told)
+            raise told
         return output
 
     def _start_over(self) -> None:
