@@ -221,8 +221,9 @@ class Engine:
         return outputs
 
     def _advance(self, request_id: str | None = None) -> RequestOutput | None:
-        """Compute the next tokens; returns what this request gained, if it did. Other outputs are kept for `step`."""
-        if self._failures:
+        """Compute the next tokens; returns what this request gained, if it did. Other outputs, and failures of other
+        requests, are kept for `step`."""
+        if self._failures and request_id is None:
             raise self._failures.pop(0)
         warm, compiles = self._steps.warm or not self.config.warm_up, self._compile_counter.compiles
         began = time.perf_counter()
@@ -251,6 +252,9 @@ class Engine:
             if isinstance(error, RequestFailed):  # it would come again, and nobody get on
                 error.request_id = self._samples[error.request_id].group.request_id
                 self.abort(error.request_id)
+                if request_id not in (None, error.request_id):
+                    self._failures.append(error)
+                    return None
             raise
         if not self._scheduler.has_unfinished:
             self._in_flight = None  # all ended at a token that nobody foresaw
@@ -263,10 +267,11 @@ class Engine:
         failures = {failed.request_id: failed for failed in flight.failures}
         for name in failures:
             self.abort(name)
-        if failures:
-            self._ready += [output] if output is not None else []
-            self._failures += failures.values()
-            raise self._failures.pop(0)
+        self._failures += failures.values()
+        told = next((failed for failed in self._failures if request_id in (None, failed.request_id)), None)
+        if told is not None:
+            self._failures.remove(told)
+            raise told
         return output
 
     def _start_over(self) -> None:
@@ -289,6 +294,7 @@ class Engine:
         samples = [sample for group in self._groups.values() for sample in group.samples]
         unfinished = [sample for sample in samples if sample.request.status is not RequestStatus.FINISHED]
         self._samples = {sample.request.request_id: sample for sample in unfinished}
+        self.stats.record_state(self._scheduler)
 
     def _launch(self, plan: BatchPlan | None, token_ids: jax.Array | None = None) -> Flight | None:
         """Start a step on the device. `token_ids` are those of the step before, still on the device, row by row."""

@@ -53,5 +53,5 @@ def set_up(level: str, form: str) -> None:
         logger.setLevel(level.upper() if name == "jpaged" else logging.ERROR)
 
 
-def log(message: str, level: int = logging.INFO, error: BaseException | None = None, **fields: object) -> None:
+def log(message: str, level: int = logging.INFO, error: BaseException | None = None, /, **fields: object) -> None:
     LOG.log(level, message, extra={"fields": fields}, exc_info=error)

@@ -14,7 +14,9 @@ import stored_tokenizers
 import jpaged
 from jpaged.engine.compile import CompiledSteps
 from jpaged.host import page_tables
+from jpaged.host.request import RequestFailed
 from jpaged.host.sampling_params import SamplingParams
+from jpaged.host.structured import Structured
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -300,6 +302,27 @@ def test_an_interruption_leaves_the_session_as_it_was_and_no_request(engine, alo
     found = support.finish(engine)[other]
     assert support.tokens([found]) == support.tokens(support.serve(alone, [ids[:5]], GREEDY))
     assert_scores(session.score(ids[20:]), expected[19:])
+
+
+@pytest.mark.parametrize("kind", ["processor", "grammar"])
+def test_another_request_that_fails_is_told_of_by_step_and_not_by_the_session(talker, kind):
+    def fail(token_ids, logits):
+        raise RuntimeError("no")
+
+    structured = Structured(regex="a{1000000}") if kind == "grammar" else None
+    processor = fail if kind == "processor" else None
+    sampling = SamplingParams(max_tokens=9, structured=structured, logits_processor=processor)
+    failing = [talker.add_request("Go", sampling) for _ in range(2)]
+    assert len(talker.session("Hello").generate(GREEDY).token_ids) == 6
+    with pytest.raises(RequestFailed):
+        talker.session("Hello").generate(sampling)
+    found = []
+    while talker.has_unfinished_requests():
+        with pytest.raises(RequestFailed) as caught:
+            talker.step()
+        found.append(caught.value.request_id)
+    assert sorted(found) == sorted(failing)
+    support.assert_idle(talker)
 
 
 # Text

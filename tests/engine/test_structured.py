@@ -125,6 +125,20 @@ def test_preemption_and_interruptions_do_not_change_a_structured_text(parrot, mo
     assert texts(finished[name] for name in ids) == expected
 
 
+def test_an_interruption_at_the_end_leaves_no_request_counted(parrot, monkeypatch):
+    name = parrot.add_request("Go on", draw(max_tokens=1))
+
+    def fail(gained):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parrot, "_outputs", fail)
+    with pytest.raises(KeyboardInterrupt):
+        parrot.step()
+    assert list(support.finish(parrot)) == [name]
+    assert parrot.stats.num_running == parrot.stats.num_waiting == parrot.stats.num_used_pages == 0
+
+
 def test_a_fork_goes_on_in_the_structure(parrot):
     name = parrot.add_request("Go", draw(Structured(regex="[0-9]{12}"), max_tokens=20))
     parrot.step()

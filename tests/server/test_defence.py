@@ -260,6 +260,7 @@ def test_logs_have_the_requests_id_and_no_prompt_unless_asked(form, private, cap
     for name in ("jpaged", "uvicorn", "opentelemetry"):
         logging.getLogger(name).handlers = [logging.NullHandler()]  # what they wrote to is closed
     assert "abc-1" in text and ("sphinx" in text) != private
+    assert "NoneType" not in text and "invalid_type" in text
     if form == "json":
         lines = [json.loads(line) for line in text.splitlines()]
         assert {line["status"] for line in lines if line["message"] == "answered"} == {200, 400}

@@ -100,6 +100,19 @@ def test_a_client_that_leaves_takes_its_work_with_it(slow, path, body, stream, e
         assert f'jpaged_{name}{{model="tiny"}} 0.0' in told
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_with_another_request_sent_takes_its_work_with_it(slow, stream):
+    connection = send(slow, BODY | {"stream": stream})
+    until(lambda: slow.engine.stats.num_running == 1)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    time.sleep(0.1)
+    connection.close()
+    until(lambda: slow.service.thread.num_requests == 0)
+    steps = slow.slow_steps
+    slow.assert_idle()
+    assert slow.slow_steps - steps <= 2 and slow.slow_steps < 150
+
+
 def test_a_client_that_leaves_the_queue_is_forgotten(slow):
     running = [send(slow, BODY) for _ in range(4)]
     until(lambda: slow.engine.stats.num_running == 4)

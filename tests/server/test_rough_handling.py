@@ -206,6 +206,68 @@ def test_half_a_head_that_never_goes_on_is_given_up_and_a_connection_that_is_use
         assert answered(kept)
 
 
+ASK = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = b'{"prompt": "a", "max_tokens": 2}'
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+def received(connection: socket.socket, until: bytes = b"") -> bytes:
+    """What comes until the connection is closed, or this has come."""
+    raw = b""
+    while (part := connection.recv(65536)) and not (until and until in raw + part):
+        raw += part
+    return raw + part
+
+
+@pytest.mark.parametrize("cut", [1, 60, len(head(0)) - 2, -1])
+def test_a_wish_to_upgrade_is_passed_over(live, cut):
+    request = head(len(BODY))[:-2] + UPGRADE + b"\r\n" + BODY
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        for part in (
+            request[:cut],
+            request[cut:] + request + ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"),
+        ):
+            connection.sendall(part)
+            time.sleep(0.05)
+        assert received(connection).count(b" 200 OK\r\n") == 3
+
+
+def test_what_is_no_request_is_not_answered_in_the_middle_of_a_stream(live):
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(head(len(body)) + body)
+        assert received(connection, b"data: ")
+        connection.sendall(b"no request\r\n\r\n")
+        assert b"400" not in received(connection).rpartition(b"data: ")[2]
+
+
+def test_a_stream_of_http_1_0_has_no_chunks(live):
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(head(len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        start, _, events = received(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in start and b"\r\n" not in events
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+
+
+def test_not_more_requests_are_held_than_a_client_could_wait_for(live):
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(ASK * 100)
+        assert received(connection, b'{"status"').startswith(b"HTTP/1.1 200 ")
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(ASK * 200)
+        assert received(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_the_rest_of_a_body_that_is_answered_already_is_not_waited_for():
+    with Live(build(random_params()), body_timeout=0.5) as live:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+            connection.sendall(head(100).replace(b"/v1/completions", b"/absent"))
+            assert b" 404 " in received(connection, b"}}")
+            connection.sendall(b"{")
+            assert connection.recv(4096) == b""
+
+
 def test_what_an_engine_broke_on_is_in_the_log(monkeypatch):
     logged = []
     monkeypatch.setattr("jpaged.server.service.log", lambda *told: logged.append(told))
