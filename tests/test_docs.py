@@ -21,7 +21,7 @@ ADDRESS = "http://127.0.0.1:8000"  # Python that talks to a server is run by the
 # Programs that a document may name beside ours: part of every system, or of the development environment.
 PROGRAMS = {"bash", "cd", "git", "pip", "pytest", "ruff", "mypy", "curl"}
 # What docs/serving.md runs a server with.
-PROGRAMS |= {"cp", "docker", "kubectl", "python3", "systemctl", "/opt/jpaged/bin/pip"}
+PROGRAMS |= {"cp", "docker", "kubectl", "mkdir", "python3", "systemctl", "/opt/jpaged/bin/pip"}
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -167,7 +167,7 @@ def summary(tally: Any, num_lines: int, seconds: float, num_new_tokens: int) -> 
         parts.append(f"{tally.num_failed} of them with an error ({kinds})")
     if tally.num_bad:
         parts.append(f"{tally.num_bad} lines are no requests (the output has a line for each)")
-    parts.append(f"{num_new_tokens} output tokens in {seconds:.1f} s")
+    parts.append(f"{num_new_tokens} output tokens in this run's {seconds:.1f} s")
     return "; ".join(parts)
 
 
@@ -205,7 +205,9 @@ class ModelServing:
         async with lifespan(app):
             assert service.starting is not None
             stopping = asyncio.ensure_future(stop.wait())
-            with spinner(f"Loading and compiling {self._config.model}"):
+            with spinner(f"Loading and compiling {self._config.model}") as status:
+                if not status:
+                    _say(f"loading and compiling {self._config.model}")
                 await asyncio.wait([service.starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if not service.starting.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import click
@@ -96,3 +97,5 @@ def check(file: str) -> None:
     found = read_config(file)
     found.all_api_keys()
     click.echo(f"{file}: is good; it serves {found.model} on {found.host}:{found.port}")
+    if found.model.startswith((".", "/")) and not Path(found.model).exists():
+        click.echo(f"{file}: there is no {found.model} on this machine", err=True)

@@ -116,7 +116,7 @@ class ChatCompletion(Answer):
 
 class RolloutOutput(Answer):
     index: int
-    prompt_index: NotRequired[int]
+    prompt_index: int
     token_ids: list[int]
     logprobs: NotRequired[list[float]]
     top_logprobs: NotRequired[list[dict[str, float]]]

@@ -193,11 +193,22 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
         values["engine"] = (values.get("engine") or {}) | engine
     if "engine" in values and values["engine"] is None:  # a heading with nothing under it
         values["engine"] = {}
-    _check_names(values, where)
+    problems = _unknown_names(values)
+    known = {name: value for name, value in values.items() if name in ServerConfig.model_fields}
+    if isinstance(known.get("engine"), dict):
+        known["engine"] = {name: value for name, value in known["engine"].items() if name in _ENGINE}
     try:
-        return ServerConfig(**values)
+        config = ServerConfig(**known)
     except pydantic.ValidationError as error:
-        raise ValueError(where + "; ".join(_sentences(error))) from error
+        problems += _sentences(error)
+        if "engine" in known and not any(one["loc"][:1] == ("engine",) or not one["loc"] for one in error.errors()):
+            try:
+                EngineConfig.from_options(known["engine"])
+            except ValueError as of_engine:
+                problems.append(str(of_engine))
+    if problems:
+        raise ValueError(where + "; ".join(problems))
+    return config
 
 
 class _Loader(yaml.SafeLoader):
@@ -246,21 +257,29 @@ def _expanded(value: Any, place: str, is_text: bool) -> Any:
         raise ValueError(f"{place}the environment's value is no YAML") from None
 
 
-def _check_names(values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a key that nothing reads, with the nearest that something does."""
-    engine = set(EngineConfig.__dataclass_fields__)
+_ENGINE = set(EngineConfig.__dataclass_fields__)
+
+
+def _unknown_names(values: Mapping[str, Any]) -> list[str]:
+    """What is to be said of keys that nothing reads, with the nearest that something does."""
     found = []
     for name in values:
         if name in ServerConfig.model_fields:
             continue
-        if name in engine:
+        if name in _ENGINE:
             found.append(f"{name} is an option of the engine: put it under 'engine:'")
             continue
-        near = difflib.get_close_matches(str(name), [*ServerConfig.model_fields, *engine], n=1)
+        near = difflib.get_close_matches(str(name), [*ServerConfig.model_fields, *_ENGINE], n=1)
         cure = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(ServerConfig.model_fields)}"
         found.append(f"unknown key {name!r}: {cure}")
-    if found:
-        raise ValueError(where + "; ".join(found))
+    engine = values.get("engine")
+    for name in engine if isinstance(engine, dict) else ():
+        if name not in _ENGINE:
+            try:
+                EngineConfig.from_options({name: None})
+            except ValueError as error:
+                found.append(str(error))
+    return found
 
 
 def sentence_of(error: pydantic.ValidationError) -> str:

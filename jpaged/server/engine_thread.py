@@ -290,11 +290,11 @@ class EngineThread:
             stream = self._served.get(output.request_id)
             if stream is None:
                 continue
-            if output.finished:
-                self._on_end(output)
-                del self._served[output.request_id]
             if stream.take(output):
                 news.append(stream)
+            if output.finished:  # after `take`: from then on nobody takes it for one that was given up
+                self._on_end(output)
+                del self._served[output.request_id]
         if news:
             self._tell(_wake_all, news)
 

@@ -34,14 +34,13 @@ async def rollouts(service: Service, request: Request, body: Mapping[str, Any]) 
     service.check_model(asked.model)
     service.check_ready()
     sampling = _sampling(service, asked)
-    several = bool(asked.token_ids) and isinstance(asked.token_ids[0], list)
     prompts = await service.prompts.of_completion(
         asked.token_ids, cut=sampling.truncate_prompt_tokens is not None, name="token_ids"
     )
     for prompt in prompts:
         if sampling.truncate_prompt_tokens is None:
             service.prompts.check_fit(prompt, sampling.max_tokens, "token_ids")
-    answer = _Answer(service, asked, prompts, sampling, several)
+    answer = _Answer(service, asked, prompts, sampling)
     if not asked.stream:
         return await while_there(request, answer.whole())
     if sampling.num_beams > 1 or (sampling.best_of or 1) > sampling.n:
@@ -97,17 +96,13 @@ class _Answer:
         asked: GenerateRequest,
         prompts: list[EncodedPrompt],
         sampling: SamplingParams,
-        several: bool,
     ):
         self.service, self.asked, self.prompts, self.sampling = service, asked, prompts, sampling
         self.base = {"id": new_id("gen")}
-        self.several = several
         self.streams: list[Stream] = []
 
     def output(self, number: int, part: Part) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": part.index, "token_ids": part.token_ids}
-        if self.several:
-            found["prompt_index"] = number
+        found: dict[str, Any] = {"prompt_index": number, "index": part.index, "token_ids": part.token_ids}
         if part.logprobs is not None:
             found["logprobs"] = [finite(value) for value in part.logprobs]
         if part.top_logprobs is not None:

@@ -274,5 +274,6 @@ async def _start(service: Service) -> bool:
         num_pages=engine.num_pages,
         sampling_defaults=service.defaults,
         tool_format=service.tool_format,
+        pages="/dashboard and /chat" if service.config.pages else None,
     )
     return True

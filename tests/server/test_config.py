@@ -99,6 +99,8 @@ def test_what_is_wrong_with_a_file_is_said_in_one_sentence(written, text, told, 
     [
         ("modle: a\nprot: 1\nmax_num_seqs: 3", ["did you mean model", "did you mean port", "under 'engine:'"]),
         ("port: high\nmax_n: 0\nlog_level: loud", ["port: ", "max_n: ", "log_level: "]),
+        ("prot: 1\nport: high\nengine: {page_size: 0}", ["did you mean port", "port: ", "page_size must"]),
+        ("engine: {max_num_seq: 1, warmup: true, page_size: 0}", ["max_num_seqs", "warm_up", "page_size must"]),
     ],
 )
 def test_all_that_is_wrong_with_a_file_is_said_at_once(written, text, told):

@@ -71,6 +71,7 @@ def test_rollouts_are_ids_with_their_log_probabilities(plain):
         expected = [scores[i, token_id] for i, token_id in enumerate(ids[1:])]
         np.testing.assert_allclose(prompt["logprobs"][1:], expected, atol=2e-3)
     one = plain.post(GENERATE, {"token_ids": prompts[0], "sampling_params": params})
+    assert one["outputs"][0]["prompt_index"] == 0
     assert one["outputs"][0]["token_ids"] == greedy[0] and "text" not in one["outputs"][0]
 
 
