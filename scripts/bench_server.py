@@ -1,10 +1,10 @@
 """Measures what the server adds to the engine: `python scripts/bench_server.py [--streams 64] [--rounds 5]`.
 
-A tiny random model, so that a step is short and what HTTP takes shows. The same requests are run by the engine alone
-and as streams of `jpaged bench serve` over HTTP, in turn: for the throughput with so many under way at any time, their
-lengths spread so that they end and begin one by one; for the time to the first token as they come by lot, half as many
-as the engine alone could do, for one that comes at the end of another meets the engine always at the same moment. The
-client has the last processor for itself; engine and server have the others, in both.
+A tiny random model, so that a step is short and what HTTP takes shows (or another, --model). The same requests are run
+by the engine alone and as streams of `jpaged bench serve` over HTTP, in turn: for the throughput with so many under way
+at any time, their lengths spread so that they end and begin one by one; for the time to the first token as they come by
+lot, half as many as the engine alone could do, for one that comes at the end of another meets the engine always at the
+same moment. The client has the last processor for itself; engine and server have the others, in both.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+import jpaged
 from jpaged import Engine, SamplingParams
 from jpaged.bench_serve.calls import Call, arrival_times, drawn_calls
 from jpaged.device.params import Params, weight_shapes
@@ -120,18 +121,22 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="in a round")
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=200)
-    parser.add_argument("--d-model", type=int, default=64)
+    parser.add_argument("--d-model", type=int, default=64, help="of the tiny model")
+    parser.add_argument("--model", help="another one in its place: smollm2, or the path of one")
     args = parser.parse_args()
     *ours, clients = sorted(os.sched_getaffinity(0))
     if not ours:
         raise SystemExit("this needs two processors: one is the client's")
     os.sched_setaffinity(0, ours)  # before JAX has threads
+    params = tiny_params(args.d_model)
+    if args.model is not None:
+        params = jpaged.load(small_model_path() if args.model == "smollm2" else args.model)
     engine = Engine(
-        tiny_params(args.d_model),
+        params,
         max_num_seqs=args.streams,
         max_num_batched_tokens=512,
         max_model_len=1024,
-        kv_cache_memory="256MiB",
+        kv_cache_memory="1GiB",
         warm_up=True,
         prompt_logprobs=True,
     )
