@@ -121,15 +121,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="in a round")
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=200)
-    parser.add_argument("--d-model", type=int, default=64, help="of the tiny model")
-    parser.add_argument("--model", help="another one in its place: smollm2, or the path of one")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--d-model", type=int, default=64, help="of the tiny model")
+    which.add_argument("--model", help="another one in its place: smollm2, or the path of one")
     args = parser.parse_args()
     *ours, clients = sorted(os.sched_getaffinity(0))
     if not ours:
         raise SystemExit("this needs two processors: one is the client's")
     os.sched_setaffinity(0, ours)  # before JAX has threads
-    params = tiny_params(args.d_model)
-    if args.model is not None:
+    if args.model is None:
+        params = tiny_params(args.d_model)
+    else:
         params = jpaged.load(small_model_path() if args.model == "smollm2" else args.model)
     engine = Engine(
         params,
